@@ -1,0 +1,95 @@
+"""Capture: the prompt through the model once, forward only, chunk by chunk, into the resident state."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int
+
+from longstraw_jax.errors import InputError
+from longstraw_jax.models import parameters
+from longstraw_jax.models.base import Branch, Model, Pages, Segment
+from longstraw_jax.policy import Policy
+from longstraw_jax.programs import stage_program
+from longstraw_jax.sharding import Layout
+from longstraw_jax.state import Fingerprint, ResidentState, empty_state, page_count, rows_spec
+
+
+@functools.cache
+def capture_program(model: Model, mesh: Mesh) -> Callable:
+    """(trainable, frozen, rows, recurrent, ids [chunk], start, length) -> (rows, recurrent); the state is donated."""
+
+    def chunk(trainable, frozen, rows, recurrent, ids, start, length):
+        branch = Branch(None, Pages(rows, jnp.int32(0), start), recurrent)
+        segment = Segment(ids, start, length, Layout(model.owners, model.sizes.page))
+        branch, _, _ = model.extend(trainable, frozen, branch, segment)
+        return branch.own.rows, branch.recurrent
+
+    trainable, frozen = map(parameters.specs, model.abstract_parameters())
+    state = (dict.fromkeys(model.abstract_rows(1, 1), rows_spec(model)), model.abstract_recurrent()[1])
+    scalar = PartitionSpec()
+    return stage_program(chunk, mesh, (trainable, frozen, *state, model.owners.spec, scalar, scalar), state, donate=(2, 3))
+
+
+def chunk_tokens(model: Model, tokens: int) -> int:
+    """Tokens of one program call: the configured chunk in whole pages of every owner, no more than the prompt needs."""
+    round_ = model.sizes.page * model.owners.count
+    return round_ * max(1, min(model.sizes.chunk // round_, -(-tokens // round_)))
+
+
+def paged_order(ids: np.ndarray, layout: Layout) -> np.ndarray:
+    """Tokens of a chunk in the order of a device-major array: owner by owner, each owner's pages in turn."""
+    return ids.reshape(-1, layout.owners.count, layout.granule).swapaxes(0, 1).reshape(-1)
+
+
+def capture(
+    policy: Policy, prompt_ids: Int[np.ndarray, "P"], *, capacity: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> ResidentState:
+    """Evaluates positions 0 .. P-2 of a prompt and keeps what later tokens need (DESIGN: z_P). No autograd, no logits.
+
+    Args:
+      policy: model, mesh and parameters.
+      prompt_ids: token ids, P >= 2; the last one is kept for the responses' first input.
+      capacity: positions to make room for, at least P - 1; prompts captured with the same capacity share their programs.
+      progress: called with (positions done, P - 1) after every chunk.
+
+    Raises:
+      InputError: a prompt of 0 or 1 token, ids outside the vocabulary, a capacity below P - 1.
+    """
+    model, mesh = policy.model, policy.mesh
+    prompt_ids = _checked(prompt_ids, model.vocabulary)
+    tokens = len(prompt_ids) - 1
+    capacity = tokens if capacity is None else capacity
+    if capacity < tokens:
+        raise InputError(f"capacity of {capacity} positions for a prompt of {tokens + 1} tokens; wanted at least {tokens}")
+    chunk, layout = chunk_tokens(model, capacity), Layout(model.owners, model.sizes.page)
+    # whole chunks, so that the last one has somewhere to write its padding
+    rows, recurrent = empty_state(model, mesh, page_count(model, -(-capacity // chunk) * chunk))
+    program, sharding = capture_program(model, mesh), NamedSharding(mesh, model.owners.spec)
+    for start in range(0, tokens, chunk):
+        length = min(chunk, tokens - start)
+        ids = np.pad(prompt_ids[start : start + length], (0, chunk - length))
+        ids = jax.make_array_from_callback((chunk,), sharding, paged_order(ids, layout).__getitem__)
+        rows, recurrent = program(policy.trainable, policy.frozen, rows, recurrent, ids, jnp.int32(start), jnp.int32(length))
+        jax.block_until_ready(recurrent)  # one chunk in flight: queued programs would each hold their inputs
+        if progress:
+            progress(start + length, tokens)
+    return ResidentState(rows, recurrent, tokens, int(prompt_ids[-1]), Fingerprint.of(policy, prompt_ids))
+
+
+def _checked(prompt_ids: np.ndarray, vocabulary: int) -> np.ndarray:
+    ids = np.asarray(prompt_ids)
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise InputError(f"prompt ids have shape {ids.shape} and dtype {ids.dtype}; wanted whole numbers in one dimension")
+    if len(ids) < 2:
+        raise InputError(f"a prompt of {len(ids)} tokens; wanted at least 2 (the last one is the responses' first input)")
+    bad = np.flatnonzero((ids < 0) | (ids >= vocabulary))
+    if len(bad):
+        raise InputError(f"prompt token {bad[0]} is id {ids[bad[0]]}; wanted 0 <= id < {vocabulary} (the model's vocabulary)")
+    return ids.astype(np.int32)

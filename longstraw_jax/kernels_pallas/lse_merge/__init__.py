@@ -1,0 +1,1 @@
+from longstraw_jax.kernels_pallas.lse_merge.api import lse_merge as lse_merge

@@ -1,0 +1,21 @@
+"""The merge of partial attentions, as a formula (FlashAttention-2, Dao 2023, section 3.1; fp32 throughout).
+
+    m = max_n lse_n,  w_n = exp(lse_n - m),  out = sum_n w_n o_n / sum_n w_n,  lse = m + log sum_n w_n
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def lse_merge_reference(partials: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    dtype = jnp.promote_types(partials.dtype, jnp.float32)
+    partials, lse = partials.astype(dtype), lse.astype(dtype)
+    top = lse.max(0)
+    top = jnp.where(jnp.isfinite(top), top, 0)  # all partials empty: keeps exp(-inf - -inf) away
+    weight = jnp.exp(lse - top)
+    total = weight.sum(0)
+    some = total > 0
+    out = (partials * weight[..., None]).sum(0) / jnp.where(some, total, 1)[..., None]
+    return out, jnp.where(some, top + jnp.log(jnp.where(some, total, 1)), -jnp.inf)

@@ -1,0 +1,241 @@
+"""The program of a group's response branches: forward, objective, and backward, one member after the other.
+
+Scoring and replay are this one program; scoring makes no backward step. So the old policy's log-probabilities are the very
+numbers that replay computes, and the first on-policy ratio is exactly 1.
+
+A member's inputs are [prompt[-1], r_1 .. r_{R-1}] at positions P-1 .. P+R-2 and its targets r_1 .. r_R. It is cut into
+blocks. Forward, only each block's entry state is kept (the recurrent part; rows are append-only). Backward, the blocks come in
+reverse: each is run again, and the cotangents of its log-probabilities, of its rows and of its exit state are pulled through.
+The gradient accumulator is the carry of the scan over members: their number is a trip count, never a memory multiplier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from longstraw_jax.config import ObjectiveConfig
+from longstraw_jax.models import parameters
+from longstraw_jax.models.base import Branch, BranchCotangent, Model, Pages, Segment, Tree
+from longstraw_jax.models.layers.numerics import statistics_dtype
+from longstraw_jax.objective import loss_and_slope, settings_of
+from longstraw_jax.policy import Policy
+from longstraw_jax.programs import stage_program
+from longstraw_jax.sharding import Layout
+from longstraw_jax.state import ResidentState, rows_spec
+from longstraw_jax.types import Response
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Members:
+    """A group's responses as arrays, padded to one bucket: G members x N blocks x B tokens."""
+
+    ids: jax.Array
+    """[G, N, B] int32: inputs."""
+    targets: jax.Array
+    """[G, N, B] int32."""
+    mask: jax.Array
+    """[G, N, B] bool: tokens that are trained; pads are not."""
+    old: jax.Array
+    """[G, N, B] log-probabilities of the old policy; unused where `on_policy`."""
+    reference: jax.Array
+    """[G, N, B] log-probabilities of the reference policy."""
+    length: jax.Array
+    """[G] int32: tokens of each response."""
+    advantage: jax.Array
+    """[G]"""
+    weight: jax.Array
+    """[G]: factor of the response's summed token losses."""
+    on_policy: jax.Array
+    """[G] bool: the old policy is the present one, so `old` is what this program computes."""
+
+    @classmethod
+    def specs(cls, token_axes: tuple[str, ...]) -> Members:
+        tokens, scalar = PartitionSpec(None, None, token_axes), PartitionSpec()
+        return cls(**{f.name: tokens if f.name in ("ids", "targets", "mask", "old", "reference") else scalar
+                      for f in dataclasses.fields(cls)})
+
+
+def zero_gradient(policy: Policy) -> Tree:
+    """A fresh accumulator, shaped and placed as the trainable parameters."""
+    abstract = policy.model.abstract_parameters()[0]
+    return parameters.zeros(parameters.abstract_arrays(abstract, policy.mesh), parameters.specs(abstract), policy.mesh)
+
+
+def unpack(logprobs: jax.Array, responses: Sequence[Response]) -> list[np.ndarray]:
+    """[G, N, B] -> one array [R_i] per response."""
+    flat = np.asarray(logprobs).reshape(len(responses), -1)
+    return [row[: len(r.ids)] for row, r in zip(flat, responses, strict=True)]
+
+
+def run_members(
+    policy: Policy, state: ResidentState, members: Members, gradient: Tree, objective: ObjectiveConfig, *, backward: bool
+) -> tuple[Tree, jax.Array, jax.Array]:
+    """One call of the program: (gradient, log-probabilities [G, N, B], weighted losses [G])."""
+    settings = settings_of(objective, statistics_dtype(policy.model.dtype))
+    return members_program(policy.model, policy.mesh)(
+        policy.trainable, policy.frozen, gradient, state.rows, state.recurrent, jnp.int32(state.length), members, settings,
+        jnp.int32(backward))
+
+
+def bucket(model: Model, longest: int) -> tuple[int, int]:
+    """(blocks, tokens a block) that hold a response of `longest` tokens; powers of two, so that few programs are compiled."""
+    owners = model.owners.count
+    per_owner = _power_of_two(-(-min(longest, model.sizes.block) // owners))
+    per_owner = max(1, min(per_owner, model.sizes.block // owners))
+    block = per_owner * owners
+    return _power_of_two(-(-longest // block)), block
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def pack(
+    model: Model, state: ResidentState, responses: Sequence[Response], *, old: Sequence[np.ndarray] | None = None,
+    reference: Sequence[np.ndarray] | None = None, advantages: np.ndarray | None = None, weights: np.ndarray | None = None,
+) -> Members:
+    """Host arrays of a group. `old` None: the old policy is the present one."""
+    blocks, block = bucket(model, max(len(r.ids) for r in responses))
+    dtype = np.dtype(statistics_dtype(model.dtype))
+
+    def padded(rows, dtype):
+        out = np.zeros((len(rows), blocks * block), dtype)
+        for i, row in enumerate(rows):
+            out[i, : len(row)] = row
+        return out.reshape(len(rows), blocks, block)
+
+    group = len(responses)
+    nothing = [()] * group
+    return Members(
+        ids=padded([[state.last_token, *r.ids[:-1]] for r in responses], np.int32),
+        targets=padded([r.ids for r in responses], np.int32),
+        mask=padded([r.mask for r in responses], bool),
+        old=padded(nothing if old is None else old, dtype),
+        reference=padded(nothing if reference is None else reference, dtype),
+        length=np.array([len(r.ids) for r in responses], np.int32),
+        advantage=np.asarray(np.zeros(group) if advantages is None else advantages, dtype),
+        weight=np.asarray(np.zeros(group) if weights is None else weights, dtype),
+        on_policy=np.full(group, old is None),
+    )
+
+
+@functools.cache
+def members_program(model: Model, mesh: Mesh) -> Callable:
+    """(trainable, frozen, gradient, rows, recurrent, boundary, members, settings, backward)
+    -> (gradient, logprobs [G, N, B], losses [G]); the gradient accumulator is donated.
+
+    `boundary` is the number of captured positions; `backward` 0 only scores, 1 adds the group's gradient.
+    """
+    specs = [parameters.specs(tree) for tree in model.abstract_parameters()]
+    replicated = jax.tree.map(lambda s: len(s) == 0, specs[0], is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+    def group(trainable, frozen, gradient, rows, recurrent, boundary, members, settings, backward):
+        walk = _Walk(model, trainable, frozen, Pages(rows, jnp.int32(0), boundary), recurrent, settings, backward)
+        # parts of replicated parameters' gradients are summed over the owners at the end; what came in must count once
+        first = model.owners.index() == 0
+        gradient = jax.tree.map(lambda g, r: jnp.where(first, g, 0) if r else g, gradient, replicated)
+        gradient, (logprobs, losses) = lax.scan(walk.member, gradient, members)
+        gradient = jax.tree.map(lambda g, r: model.owners.sum(g) if r else g, gradient, replicated)
+        return gradient, model.owners.gather(logprobs, axis=2), model.owners.sum(losses)
+
+    scalar = PartitionSpec()
+    state = (dict.fromkeys(model.abstract_rows(1, 1), rows_spec(model)), model.abstract_recurrent()[1])
+    settings = dict.fromkeys(("clip_low", "clip_high", "kl_beta", "temperature"), scalar)
+    ins = (specs[0], specs[1], specs[0], *state, scalar, Members.specs(model.owners.axes), settings, scalar)
+    return stage_program(group, mesh, ins, (specs[0], scalar, scalar), donate=(2,))
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """One member up and down. Holds what all members share."""
+
+    model: Model
+    trainable: Tree
+    frozen: Tree
+    prompt: Pages
+    recurrent: Tree
+    settings: dict
+    backward: jax.Array
+
+    def member(self, gradient: Tree, m: Members):
+        blocks, per_owner = m.ids.shape
+        wide = statistics_dtype(self.model.dtype)
+        rows = self.model.abstract_rows(blocks * self.model.owners.count, per_owner)
+        rows = {name: jnp.zeros((s.shape[0], blocks, *s.shape[2:]), s.dtype) for name, s in rows.items()}
+        branch = Branch(self.prompt, Pages(rows, self.prompt.length, jnp.int32(0)), self.recurrent)
+        used = -(-m.length // (per_owner * self.model.owners.count))
+
+        branch, entries, logprobs, lse, kept = self._up(m, branch, used)
+        old = jnp.where(m.on_policy, lax.stop_gradient(logprobs), m.old)
+        loss, slope = loss_and_slope(logprobs, old, m.reference, m.mask, m.advantage, m.weight, self.settings)
+
+        cotangent = BranchCotangent(
+            None, jax.tree.map(lambda x: jnp.zeros(x.shape, wide), rows),
+            jax.tree.map(lambda x: jnp.zeros(x.shape, wide), self.recurrent))
+
+        def down(step, carry):
+            return self._down(used - 1 - step, m, entries, lse, slope, kept, *carry)
+
+        _, _, gradient = lax.fori_loop(0, used * self.backward, down, (branch, cotangent, gradient))
+        return gradient, (logprobs, loss)
+
+    def _up(self, m: Members, branch: Branch, used):
+        """Forward over the used blocks: the branch after them, entry states, log-probabilities, log-normalisers [N, B].
+
+        A response of one block keeps what its backward pass needs; of several, only their entry states.
+        """
+        wide, shape = statistics_dtype(self.model.dtype), m.ids.shape
+        entries = jax.tree.map(lambda x: jnp.zeros((shape[0], *x.shape), x.dtype), branch.recurrent)
+        figures = jnp.zeros(shape, wide), jnp.zeros(shape, wide)
+        if shape[0] == 1:
+            branch, (logprobs, lse), hidden, kept = self._block(0, m, branch)
+            return branch, jax.tree.map(lambda x: x[None], self.recurrent), logprobs[None], lse[None], (hidden, kept)
+
+        def block(b, carry):
+            branch, entries, logprobs, lse = carry
+            entries = jax.tree.map(lambda all_, x: lax.dynamic_update_index_in_dim(all_, x, b, 0), entries, branch.recurrent)
+            branch, new, _, _ = self._block(b, m, branch)
+            logprobs, lse = (lax.dynamic_update_index_in_dim(x, y, b, 0) for x, y in zip((logprobs, lse), new, strict=True))
+            return branch, entries, logprobs, lse
+
+        return *lax.fori_loop(0, used, block, (branch, entries, *figures)), None
+
+    def _block(self, b, m: Members, branch: Branch):
+        """One block forward, its head included: (branch, (logprobs, lse), hidden, kept)."""
+        branch, hidden, kept = self.model.extend(self.trainable, self.frozen, branch, self._segment(b, m))
+        targets = lax.dynamic_index_in_dim(m.targets, b, 0, keepdims=False)
+        figures = self.model.logprobs(self.trainable, self.frozen, hidden, targets, self.settings["temperature"])
+        return branch, figures, hidden, kept
+
+    def _down(self, b, m: Members, entries: Tree, lse, slope, kept, branch: Branch, cotangent: BranchCotangent, gradient: Tree):
+        """One block backward."""
+        segment, index = self._segment(b, m), functools.partial(lax.dynamic_index_in_dim, axis=0, keepdims=False)
+        entry = dataclasses.replace(branch, recurrent=jax.tree.map(lambda x: index(x, b), entries))
+        if kept is None:
+            branch, hidden, kept = self.model.extend(self.trainable, self.frozen, entry, segment)
+        else:
+            hidden, kept = kept
+        hidden, gradient = self.model.pull_logprobs(
+            self.trainable, self.frozen, hidden, index(m.targets, b), index(lse, b), index(slope, b), gradient,
+            self.settings["temperature"])
+        entry = dataclasses.replace(entry, own=branch.own)
+        cotangent, gradient = self.model.pull(
+            self.trainable, self.frozen, entry, segment, kept, hidden, cotangent, gradient)
+        return branch, cotangent, gradient
+
+    def _segment(self, b, m: Members) -> Segment:
+        owners, per_owner = self.model.owners, m.ids.shape[1]
+        block = per_owner * owners.count
+        length = jnp.clip(m.length - b * block, 0, block)
+        ids = lax.dynamic_index_in_dim(m.ids, b, 0, keepdims=False)
+        return Segment(ids, self.prompt.length + b * block, length, Layout(owners, per_owner))

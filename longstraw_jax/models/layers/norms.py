@@ -1,0 +1,42 @@
+"""RMS norms. The mean of squares is taken in the statistics dtype, whatever the activations'."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from longstraw_jax.models.layers.numerics import statistics_dtype
+from longstraw_jax.sharding import WHOLE
+
+
+def rms(x: Float[Array, "*B D"], eps: float) -> Float[Array, "*B D"]:
+    """x / sqrt(mean(x^2) + eps) over the last dimension, in the statistics dtype."""
+    x = x.astype(statistics_dtype(x.dtype))
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
+
+
+class ZeroCentredNorm(nnx.Module):
+    """rms(x) * (1 + w), multiplied before the cast (transformers, modeling_qwen3_5.Qwen3_5RMSNorm)."""
+
+    def __init__(self, features: int, eps: float, *, dtype):
+        self.weight = nnx.Param(jnp.zeros((features,), dtype), axes=(WHOLE,))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        wide = rms(x, self.eps)
+        return (wide * (1 + self.weight[...].astype(wide.dtype))).astype(x.dtype)
+
+
+class GatedNorm(nnx.Module):
+    """w * rms(x) * silu(gate): plain weight, normalised before it is gated (Qwen3_5RMSNormGated)."""
+
+    def __init__(self, features: int, eps: float, *, dtype):
+        self.weight = nnx.Param(jnp.ones((features,), dtype), axes=(WHOLE,))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*B D"], gate: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        wide = statistics_dtype(x.dtype)
+        normed = self.weight[...].astype(x.dtype) * rms(x, self.eps).astype(x.dtype)
+        return (normed.astype(wide) * jax.nn.silu(gate.astype(wide))).astype(x.dtype)

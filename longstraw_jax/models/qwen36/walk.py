@@ -1,0 +1,179 @@
+"""The walk over Qwen3.6's layers, up (`extend`) and down (`pull`).
+
+Up: a scan over periods, three GDN layers and one attention layer each. Down: a hand-written reverse loop; `jax.vjp` of one
+layer at a time, the attention's backward pass by hand, parameter gradients and page cotangents added in place into the
+loop's carry. A plain `jax.vjp` over the network would return page-sized copies and a gradient tree beside the accumulator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from longstraw_jax.models.base import Branch, BranchCotangent, Pages, Segment, Tree
+from longstraw_jax.models.layers.paged_attention import KeyValues, attend, flat, pull_attend
+from longstraw_jax.models.qwen36.attention import Projections
+
+if TYPE_CHECKING:
+    from longstraw_jax.models.qwen36.model import Qwen36Model
+
+
+def extend(model: Qwen36Model, trainable: Tree, frozen: Tree, branch: Branch, segment: Segment) -> tuple[Branch, jax.Array, Tree]:
+    """The segment through all layers: (branch after it, hidden states before the final norm, what `pull` needs).
+
+    Kept for `pull`: each layer's input and each attention's output with its log-normaliser. A caller that does not use them
+    pays nothing: they are dead code then.
+    """
+    embed = model.bind("embed_tokens", trainable.get("embed_tokens", {}), frozen.get("embed_tokens", {}))
+    x = embed(segment.ids, segment.valid(), model.owners, model.dtype)
+    first_slot = (segment.start - branch.own.start) // model.owners.count
+    length = segment.start - branch.own.start + segment.length
+
+    def period(carry, xs):
+        x, rows = carry
+        trainable, frozen, recurrent, layer = xs
+        x, (inputs, recurrent) = lax.scan(gdn, x, (trainable["gdn"], frozen["gdn"], recurrent))
+        attention = model.bind("attention", trainable["attention"], frozen["attention"])
+        q, gate, k, v = attention.project(x, segment)
+        rows = {name: _write(rows[name], y, layer, first_slot) for name, y in (("k", k), ("v", v))}
+        own = dataclasses.replace(branch.own, rows=rows, length=length)
+        out, lse = attend(q, segment, _sources(model, branch.prefix, own, layer), model.sizes)
+        kept = {"gdn": inputs, "attention": x, "out": out, "lse": lse}
+        return (attention.finish(x, out, gate, segment), rows), (recurrent, kept)
+
+    def gdn(x, xs):
+        trainable, frozen, state = xs
+        y, state = model.bind("gdn", trainable, frozen)(x, state, segment)
+        return y, (x, state)
+
+    stacks = ({name: tree.get(name, {}) for name in ("gdn", "attention")} for tree in (trainable, frozen))
+    (x, rows), (recurrent, kept) = lax.scan(
+        period, (x, branch.own.rows), (*stacks, branch.recurrent, jnp.arange(model.spec.periods)))
+    own = dataclasses.replace(branch.own, rows=rows, length=length)
+    return Branch(branch.prefix, own, recurrent), x, kept
+
+
+def pull(
+    model: Qwen36Model, trainable: Tree, frozen: Tree, branch: Branch, segment: Segment, kept: Tree, hidden: jax.Array,
+    cotangent: BranchCotangent, gradient: Tree,
+) -> tuple[BranchCotangent, Tree]:
+    """The transpose of `extend`, layers in reverse. See `models.base.Model.pull`."""
+    down = _Down(model, trainable, frozen, branch, segment, kept)
+
+    def period(step, carry):
+        i = model.spec.periods - 1 - step
+        x_bar, cotangent, gradient = down.attention(i, *carry)
+
+        def gdn(step, carry):
+            return down.gdn(i, model.spec.recurrent_per_period - 1 - step, *carry)
+
+        return lax.fori_loop(0, model.spec.recurrent_per_period, gdn, (x_bar, cotangent, gradient))
+
+    x_bar, cotangent, gradient = lax.fori_loop(0, model.spec.periods, period, (hidden, cotangent, gradient))
+    if "embed_tokens" in gradient:
+        def lookup(p):
+            return model.bind("embed_tokens", p, {})(segment.ids, segment.valid(), model.owners, model.dtype)
+
+        embed_bar, = jax.vjp(lookup, trainable["embed_tokens"])[1](x_bar)
+        gradient = {**gradient, "embed_tokens": add(gradient["embed_tokens"], embed_bar, ())}
+    return cotangent, gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class _Down:
+    """One layer backwards at a time; what does not change on the way down."""
+
+    model: Qwen36Model
+    trainable: Tree
+    frozen: Tree
+    branch: Branch
+    segment: Segment
+    kept: Tree
+
+    def attention(self, i, x_bar, cotangent: BranchCotangent, gradient: Tree):
+        x, out, lse = (at(self.kept[name], i) for name in ("attention", "out", "lse"))
+        mine, fixed = (at(tree.get("attention", {}), i) for tree in (self.trainable, self.frozen))
+        (q, gate, k, v), pull_project = jax.vjp(
+            lambda p, x: self.model.bind("attention", p, fixed).project(x, self.segment), mine, x)
+        _, pull_finish = jax.vjp(
+            lambda p, x, out, gate: self.model.bind("attention", p, fixed).finish(x, out, gate, self.segment), mine, x, out, gate)
+        finish_bar, x_bar, out_bar, gate_bar = pull_finish(x_bar)
+
+        sources = _sources(self.model, self.branch.prefix, self.branch.own, i)
+        buffers = [rows and (flat(rows["k"]), flat(rows["v"])) for rows in _rows(self.branch.prefix, cotangent)]
+        q_bar, buffers = pull_attend(q, out, lse, out_bar, self.segment, sources, buffers, self.model.sizes)
+        cotangent = _with_rows(self.branch.prefix, cotangent, buffers)
+        # the segment's own rows, after every later query and this segment's have added to them
+        k_bar, v_bar = (self._read(cotangent.own[name], y, i) for name, y in (("k", k), ("v", v)))
+        project_bar, x_bar_2 = pull_project(Projections(q_bar, gate_bar, k_bar, v_bar))
+        x_bar = x_bar + x_bar_2
+        if "attention" in gradient:
+            grown = add(add(gradient["attention"], finish_bar, (i,)), project_bar, (i,))
+            gradient = {**gradient, "attention": grown}
+        return x_bar, cotangent, gradient
+
+    def gdn(self, i, j, x_bar, cotangent: BranchCotangent, gradient: Tree):
+        mine, fixed = (at(tree.get("gdn", {}), i, j) for tree in (self.trainable, self.frozen))
+        entry, exit_bar = at(self.branch.recurrent, i, j), at(cotangent.recurrent, i, j)
+        _, pull_layer = jax.vjp(
+            lambda p, x, s: self.model.bind("gdn", p, fixed)(x, s, self.segment), mine, at(self.kept["gdn"], i, j), entry)
+        exit_bar = jax.tree.map(lambda bar, s: bar.astype(s.dtype), exit_bar, entry)
+        layer_bar, x_bar, entry_bar = pull_layer((x_bar, exit_bar))
+        recurrent = jax.tree.map(lambda all_, bar: _put(all_, bar, (i, j)), cotangent.recurrent, entry_bar)
+        if "gdn" in gradient:
+            gradient = {**gradient, "gdn": add(gradient["gdn"], layer_bar, (i, j))}
+        return x_bar, dataclasses.replace(cotangent, recurrent=recurrent), gradient
+
+    def _read(self, rows, like, i):
+        slot = (self.segment.start - self.branch.own.start) // self.model.owners.count
+        return lax.dynamic_slice(flat(rows), (i, slot, 0, 0), (1, *like.shape))[0].astype(like.dtype)
+
+
+def _sources(model: Qwen36Model, prefix: Pages | None, own: Pages, layer) -> list[KeyValues]:
+    return [KeyValues.of(pages, layer, model.owners, model.sizes.keys) for pages in (prefix, own) if pages is not None]
+
+
+def _rows(prefix: Pages | None, cotangent: BranchCotangent) -> list[dict | None]:
+    """Cotangent rows in the order of `_sources`."""
+    return [cotangent.own] if prefix is None else [cotangent.prefix, cotangent.own]
+
+
+def _with_rows(prefix: Pages | None, cotangent: BranchCotangent, buffers) -> BranchCotangent:
+    """The inverse of `_rows`, back in the pages' shape."""
+    rows = [like and {name: x.reshape(like[name].shape) for name, x in zip(("k", "v"), buffer, strict=True)}
+            for like, buffer in zip(_rows(prefix, cotangent), buffers, strict=True)]
+    return dataclasses.replace(cotangent, own=rows[-1], prefix=None if prefix is None else rows[0])
+
+
+def _write(rows: jax.Array, x: jax.Array, layer, slot) -> jax.Array:
+    """Rows [L, granules, granule, ...] with the segment's x [T, ...] written from `slot` on."""
+    return lax.dynamic_update_slice(flat(rows), x[None].astype(rows.dtype), (layer, slot, 0, 0)).reshape(rows.shape)
+
+
+def at(tree: Tree, *index) -> Tree:
+    """The entry at traced leading indices of every array."""
+    for i in index:
+        tree = jax.tree.map(lambda x, i=i: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
+    return tree
+
+
+def add(total: Tree, x: Tree, index: tuple) -> Tree:
+    """`total` with `x` added at leading indices, in the total's dtype, in place inside a loop."""
+
+    def one(total, x):
+        lead, rest = (1,) * len(index), total.shape[len(index) :]
+        start = (*index, *[0] * len(rest))
+        there = lax.dynamic_slice(total, start, lead + rest) if index else total
+        there = there + x.astype(total.dtype).reshape(there.shape)
+        return lax.dynamic_update_slice(total, there, start) if index else there
+
+    return jax.tree.map(one, total, x)
+
+
+def _put(total: jax.Array, x: jax.Array, index: tuple) -> jax.Array:
+    start = (*index, *[0] * x.ndim)
+    return lax.dynamic_update_slice(total, x.astype(total.dtype).reshape((1,) * len(index) + x.shape), start)

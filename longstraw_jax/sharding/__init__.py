@@ -1,0 +1,11 @@
+"""Meshes, the token owners' collectives, token layouts, placement rules. Knows no model."""
+
+from longstraw_jax.sharding.layout import Layout as Layout
+from longstraw_jax.sharding.mesh import AXES as AXES
+from longstraw_jax.sharding.mesh import fake_cpu_devices as fake_cpu_devices
+from longstraw_jax.sharding.mesh import make_mesh as make_mesh
+from longstraw_jax.sharding.mesh import parse_mesh as parse_mesh
+from longstraw_jax.sharding.owners import Owners as Owners
+from longstraw_jax.sharding.rules import SPLIT as SPLIT
+from longstraw_jax.sharding.rules import WHOLE as WHOLE
+from longstraw_jax.sharding.rules import PlacementRules as PlacementRules

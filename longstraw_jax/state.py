@@ -1,0 +1,102 @@
+"""The resident state: all that later tokens need of a captured prompt, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from longstraw_jax.errors import InputError
+from longstraw_jax.models import parameters
+from longstraw_jax.models.base import Model, Tree
+from longstraw_jax.policy import Policy
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a state was captured from."""
+
+    prompt: str
+    """SHA-256 of the prompt's token ids."""
+    parameters: str
+    """The policy's version."""
+    configuration: Model
+    """Spec, owners, dtype, block sizes: the model object itself."""
+
+    @classmethod
+    def of(cls, policy: Policy, prompt_ids: np.ndarray) -> Fingerprint:
+        return cls(prompt_digest(prompt_ids), policy.version, policy.model)
+
+
+def prompt_digest(prompt_ids: np.ndarray) -> str:
+    return hashlib.sha256(np.asarray(prompt_ids, np.int32).tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class ResidentState:
+    """z_P of a prompt of P tokens: positions 0 .. P-2, without any graph. Made by `capture` only."""
+
+    rows: dict[str, jax.Array]
+    """Page rows [layers, pages, page, ...] of the attention layers; pages are dealt to the owners in turn, device-major here."""
+    recurrent: Tree
+    """State of the recurrent layers after position P-2, shared out by heads."""
+    length: int
+    """Captured positions, P - 1."""
+    last_token: int
+    """prompt[-1]: the first input of every response."""
+    fingerprint: Fingerprint
+
+    def check(self, policy: Policy, prompt_ids: np.ndarray | None = None) -> None:
+        """Raises InputError unless this state was captured under that policy (and, where given, from that prompt)."""
+        prompt = self.fingerprint.prompt if prompt_ids is None else prompt_digest(prompt_ids)
+        wanted = Fingerprint(prompt, policy.version, policy.model)
+        for name, remedy in (("configuration", "capture the prompt with this policy's model and mesh"),
+                             ("prompt", "capture this group's own prompt"),
+                             ("parameters", "the policy was updated or replaced since: capture the prompt again")):
+            given, now = getattr(self.fingerprint, name), getattr(wanted, name)
+            if given != now:
+                shown = "" if name == "configuration" else f" ({given[-12:]} against {now[-12:]})"
+                raise InputError(f"the resident state was captured from other {name}{shown}; {remedy}")
+
+    def device_bytes(self) -> dict[str, int]:
+        """Bytes per device, by part."""
+        return {"pages": tree_bytes(self.rows), "recurrent": tree_bytes(self.recurrent)}
+
+
+def tree_bytes(tree: Tree) -> int:
+    """Bytes per device of a tree of arrays, abstract or not."""
+    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def page_count(model: Model, tokens: int) -> int:
+    """Pages, over all owners, for `tokens` positions: the same number on every owner, whole key blocks where they are large."""
+    per_owner = -(-tokens // (model.sizes.page * model.owners.count))
+    step = max(1, model.sizes.keys // model.sizes.page)
+    if per_owner > step:
+        per_owner = -(-per_owner // step) * step
+    return per_owner * model.owners.count
+
+
+def abstract_state(model: Model, mesh: jax.sharding.Mesh, pages: int) -> tuple[dict, Tree]:
+    """(rows, recurrent) as shapes with shardings: what a capture of up to pages * page tokens will hold."""
+    shapes, specs = model.abstract_recurrent()
+
+    def sized(s, spec):
+        return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec))
+
+    rows = {name: sized(s, rows_spec(model)) for name, s in model.abstract_rows(pages, model.sizes.page).items()}
+    return rows, jax.tree.map(sized, shapes, specs)
+
+
+def rows_spec(model: Model) -> PartitionSpec:
+    """Page rows are shared out over their pages."""
+    return PartitionSpec(None, model.owners.axes)
+
+
+def empty_state(model: Model, mesh: jax.sharding.Mesh, pages: int) -> tuple[dict, Tree]:
+    """Zero (rows, recurrent), made where they live."""
+    rows, recurrent = abstract_state(model, mesh, pages)
+    return tuple(parameters.zeros(x, jax.tree.map(lambda s: s.sharding.spec, x), mesh) for x in (rows, recurrent))
