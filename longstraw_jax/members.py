@@ -26,6 +26,7 @@ from longstraw_jax.config import ObjectiveConfig
 from longstraw_jax.models import parameters
 from longstraw_jax.models.base import Branch, BranchCotangent, Model, Pages, Segment, Tree
 from longstraw_jax.models.layers.numerics import statistics_dtype
+from longstraw_jax.models.layers.stacked import entry, set_entry
 from longstraw_jax.objective import loss_and_slope, settings_of
 from longstraw_jax.policy import Policy
 from longstraw_jax.programs import stage_program
@@ -203,39 +204,37 @@ class _Walk:
 
         def block(b, carry):
             branch, entries, logprobs, lse = carry
-            entries = jax.tree.map(lambda all_, x: lax.dynamic_update_index_in_dim(all_, x, b, 0), entries, branch.recurrent)
+            entries = set_entry(entries, branch.recurrent, b)
             branch, new, _, _ = self._block(b, m, branch)
-            logprobs, lse = (lax.dynamic_update_index_in_dim(x, y, b, 0) for x, y in zip((logprobs, lse), new, strict=True))
-            return branch, entries, logprobs, lse
+            return branch, entries, *set_entry((logprobs, lse), new, b)
 
         return *lax.fori_loop(0, used, block, (branch, entries, *figures)), None
 
     def _block(self, b, m: Members, branch: Branch):
         """One block forward, its head included: (branch, (logprobs, lse), hidden, kept)."""
         branch, hidden, kept = self.model.extend(self.trainable, self.frozen, branch, self._segment(b, m))
-        targets = lax.dynamic_index_in_dim(m.targets, b, 0, keepdims=False)
+        targets = entry(m.targets, b)
         figures = self.model.logprobs(self.trainable, self.frozen, hidden, targets, self.settings["temperature"])
         return branch, figures, hidden, kept
 
     def _down(self, b, m: Members, entries: Tree, lse, slope, kept, branch: Branch, cotangent: BranchCotangent, gradient: Tree):
         """One block backward."""
-        segment, index = self._segment(b, m), functools.partial(lax.dynamic_index_in_dim, axis=0, keepdims=False)
-        entry = dataclasses.replace(branch, recurrent=jax.tree.map(lambda x: index(x, b), entries))
+        segment = self._segment(b, m)
+        before = dataclasses.replace(branch, recurrent=entry(entries, b))
         if kept is None:
-            branch, hidden, kept = self.model.extend(self.trainable, self.frozen, entry, segment)
+            branch, hidden, kept = self.model.extend(self.trainable, self.frozen, before, segment)
         else:
             hidden, kept = kept
         hidden, gradient = self.model.pull_logprobs(
-            self.trainable, self.frozen, hidden, index(m.targets, b), index(lse, b), index(slope, b), gradient,
-            self.settings["temperature"])
-        entry = dataclasses.replace(entry, own=branch.own)
+            self.trainable, self.frozen, hidden, *entry((m.targets, lse, slope), b), gradient, self.settings["temperature"])
+        before = dataclasses.replace(before, own=branch.own)
         cotangent, gradient = self.model.pull(
-            self.trainable, self.frozen, entry, segment, kept, hidden, cotangent, gradient)
+            self.trainable, self.frozen, before, segment, kept, hidden, cotangent, gradient)
         return branch, cotangent, gradient
 
     def _segment(self, b, m: Members) -> Segment:
         owners, per_owner = self.model.owners, m.ids.shape[1]
         block = per_owner * owners.count
         length = jnp.clip(m.length - b * block, 0, block)
-        ids = lax.dynamic_index_in_dim(m.ids, b, 0, keepdims=False)
+        ids = entry(m.ids, b)
         return Segment(ids, self.prompt.length + b * block, length, Layout(owners, per_owner))

@@ -10,6 +10,7 @@ Arrays in here are those of one owner, as seen inside `shard_map`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -114,6 +115,8 @@ class Parameter:
     """Layer number of each entry of the leading, stacked dimensions; None for a parameter outside the layers."""
     name: str
     """Checkpoint name, below `layers.N.` for a layer's parameter."""
+    init: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+    """First value of one layer's entry."""
 
 
 class Model(Protocol):
@@ -127,9 +130,6 @@ class Model(Protocol):
 
     def abstract_parameters(self) -> tuple[Tree, Tree]:
         """(trainable, frozen) as trees of `Parameter`."""
-
-    def init_parameters(self, key: Array) -> tuple[Tree, Tree]:
-        """Random (trainable, frozen), whole."""
 
     def abstract_rows(self, granules: int, granule: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Page rows of `granules` granules over all owners; dimension 1 is shared out."""

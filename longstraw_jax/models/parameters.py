@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+import zlib
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -46,9 +49,20 @@ def zeros(shapes: Tree, placements: Tree, mesh: Mesh) -> Tree:
 
 
 def initialise(model: Model, mesh: Mesh, seed: int) -> tuple[Tree, Tree]:
-    """Random (trainable, frozen), each shard made on its device. The same numbers on every mesh."""
-    where = tuple(shardings(tree, mesh) for tree in model.abstract_parameters())
-    return jax.jit(model.init_parameters, out_shardings=where)(jax.random.key(seed))
+    """First values of (trainable, frozen), shard by shard. The same numbers on every mesh."""
+
+    def one(parameter: Parameter) -> jax.Array:
+        lead = 0 if parameter.layers is None else parameter.layers.ndim
+
+        @functools.cache
+        def entry(stack: tuple[int, ...]) -> np.ndarray:
+            layer = int(parameter.layers[stack]) + 1 if lead else 0
+            rng = np.random.default_rng((seed, zlib.crc32(parameter.name.encode()), layer))
+            return parameter.init(rng, parameter.shape[lead:])
+
+        return place(parameter, mesh, lambda stack, index: entry(stack)[index])
+
+    return tuple(map_parameters(one, tree) for tree in model.abstract_parameters())
 
 
 def checkpoint_names(parameter: Parameter, prefix: str = "model.") -> np.ndarray:
@@ -64,8 +78,20 @@ def place(parameter: Parameter, mesh: Mesh, read: Callable[[tuple, tuple[slice, 
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         ranges = [range(*s.indices(size)) for s, size in zip(index[:lead], parameter.shape, strict=False)]
-        entries = [np.asarray(read(entry, index[lead:])) for entry in np.stack(np.meshgrid(*ranges, indexing="ij"), -1).reshape(-1, lead)] \
-            if lead else [np.asarray(read((), index))]
-        return np.stack(entries).astype(parameter.dtype).reshape(*map(len, ranges), *entries[0].shape)
+        entries = [np.asarray(read(entry, index[lead:]), parameter.dtype) for entry in itertools.product(*ranges)]
+        return np.stack(entries).reshape(*map(len, ranges), *entries[0].shape)
 
     return jax.make_array_from_callback(parameter.shape, NamedSharding(mesh, parameter.spec), shard)
+
+
+def named_entries(tree: Tree, abstract: Tree) -> Iterator[tuple[str, Parameter, jax.Array]]:
+    """(checkpoint name, parameter, array) of every layer's entry of a tree of stacked arrays, still on their devices."""
+    for parameter, array in zip(jax.tree.leaves(abstract, is_leaf=is_parameter), jax.tree.leaves(tree), strict=True):
+        names = checkpoint_names(parameter)
+        for stack in np.ndindex(names.shape):
+            yield names[stack], parameter, array[stack]
+
+
+def to_host(tree: Tree, abstract: Tree) -> dict[str, np.ndarray]:
+    """A tree as {checkpoint name: whole array}. Adapters' names end in `.lora_A` and `.lora_B`. For small models and adapters."""
+    return {name: np.asarray(array) for name, _, array in named_entries(tree, abstract)}

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from longstraw_jax.config import LoraConfig
+from longstraw_jax.models.layers.declare import Constant, Normal, Uniform, parameter
 from longstraw_jax.models.layers.numerics import statistics_dtype
 from longstraw_jax.sharding import SPLIT, WHOLE, Owners
 
@@ -32,18 +33,15 @@ def gather_whole(weight: jax.Array, shape: tuple[int, ...], owners: Owners) -> j
 class Linear(nnx.Module):
     """y = W x, no bias; with an adapter y = W x + scale * B (A x) (Hu et al., 2021, eq. 3). W is [out, in] as in PyTorch."""
 
-    def __init__(self, features_in: int, features_out: int, *, dtype, rngs: nnx.Rngs, lora: LoraConfig | None = None):
+    def __init__(self, features_in: int, features_out: int, *, dtype, lora: LoraConfig | None = None):
         self.shape = (features_out, features_in)
-        init = jax.random.normal(rngs.params(), self.shape, jnp.float32) * INIT_STD
-        self.weight = nnx.Param(init.astype(dtype), axes=(SPLIT, SPLIT))
+        self.weight = parameter(self.shape, dtype, (SPLIT, SPLIT), Normal(INIT_STD))
         self.scale = lora.scale if lora else None
         if lora:
             # PEFT's start: A uniform in +-sqrt(1 / in) (Kaiming with a = sqrt 5), B zero, so that the fresh adapter changes nothing
-            bound = features_in**-0.5
-            a = jax.random.uniform(rngs.params(), (lora.rank, features_in), jnp.float32, -bound, bound)
-            wide = statistics_dtype(dtype)
-            self.lora_A = Adapter(a.astype(wide), axes=(WHOLE, WHOLE))
-            self.lora_B = Adapter(jnp.zeros((features_out, lora.rank), wide), axes=(WHOLE, WHOLE))
+            wide, bound = statistics_dtype(dtype), features_in**-0.5
+            self.lora_A = parameter((lora.rank, features_in), wide, (WHOLE, WHOLE), Uniform(-bound, bound), Adapter)
+            self.lora_B = parameter((features_out, lora.rank), wide, (WHOLE, WHOLE), Constant(0), Adapter)
 
     def __call__(self, x: Float[Array, "T in"], owners: Owners) -> Float[Array, "T out"]:
         weight = gather_whole(self.weight[...], self.shape, owners).astype(x.dtype)

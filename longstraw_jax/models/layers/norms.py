@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from longstraw_jax.models.layers.declare import Constant, parameter
 from longstraw_jax.models.layers.numerics import statistics_dtype
 from longstraw_jax.sharding import WHOLE
 
@@ -21,7 +22,7 @@ class ZeroCentredNorm(nnx.Module):
     """rms(x) * (1 + w), multiplied before the cast (transformers, modeling_qwen3_5.Qwen3_5RMSNorm)."""
 
     def __init__(self, features: int, eps: float, *, dtype):
-        self.weight = nnx.Param(jnp.zeros((features,), dtype), axes=(WHOLE,))
+        self.weight = parameter((features,), dtype, (WHOLE,), Constant(0))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
@@ -33,7 +34,7 @@ class GatedNorm(nnx.Module):
     """w * rms(x) * silu(gate): plain weight, normalised before it is gated (Qwen3_5RMSNormGated)."""
 
     def __init__(self, features: int, eps: float, *, dtype):
-        self.weight = nnx.Param(jnp.ones((features,), dtype), axes=(WHOLE,))
+        self.weight = parameter((features,), dtype, (WHOLE,), Constant(1))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*B D"], gate: Float[Array, "*B D"]) -> Float[Array, "*B D"]:

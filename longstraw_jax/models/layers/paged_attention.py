@@ -19,6 +19,7 @@ from longstraw_jax.config import BlockSizes
 from longstraw_jax.kernels_pallas import lse_merge
 from longstraw_jax.models.base import Pages, Segment
 from longstraw_jax.models.layers.numerics import statistics_dtype
+from longstraw_jax.models.layers.stacked import read, write
 from longstraw_jax.models.layers.vocabulary import largest_divisor
 from longstraw_jax.sharding import Layout, Owners
 
@@ -51,7 +52,7 @@ class KeyValues:
         return -(-self.layout.slots_covering(tokens) // self.block)
 
     def read(self, rows: jax.Array, j: jax.Array) -> jax.Array:
-        return lax.dynamic_slice(rows, (self.layer, j * self.block, 0, 0), (1, self.block, *rows.shape[2:]))[0]
+        return read(rows, (self.layer, j * self.block), (1, self.block, *rows.shape[2:]))[0]
 
     def add(self, rows: jax.Array, j: jax.Array, x: jax.Array) -> jax.Array:
         """`rows` with `x` added to block j, in place inside a loop.
@@ -60,7 +61,7 @@ class KeyValues:
         transpose on the way in and out.
         """
         x = self.read(rows, j) + lax.optimization_barrier(x).astype(rows.dtype)
-        return lax.dynamic_update_slice(rows, x[None], (self.layer, j * self.block, 0, 0))
+        return write(rows, x[None], (self.layer, j * self.block))
 
     def scores(self, q: Float[Array, "KV G Q D"], positions: Int[Array, "Q"], j: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Scaled scores [KV, G, Q, block] of block j, -inf where the row is padding or in the future, and the block's keys."""

@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from longstraw_jax.models.layers.declare import Normal, parameter
 from longstraw_jax.models.layers.linear import INIT_STD
 from longstraw_jax.models.layers.numerics import statistics_dtype
 from longstraw_jax.sharding import SPLIT, WHOLE, Owners
@@ -20,10 +21,9 @@ from longstraw_jax.sharding import SPLIT, WHOLE, Owners
 class Embedding(nnx.Module):
     """Rows of a [V, D] table that is split over D: every owner looks up its columns of all tokens, one exchange assembles them."""
 
-    def __init__(self, vocabulary: int, features: int, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, vocabulary: int, features: int, *, dtype):
         self.features = features
-        init = jax.random.normal(rngs.params(), (vocabulary, features), jnp.float32) * INIT_STD
-        self.weight = nnx.Param(init.astype(dtype), axes=(WHOLE, SPLIT))
+        self.weight = parameter((vocabulary, features), dtype, (WHOLE, SPLIT), Normal(INIT_STD))
 
     def __call__(self, ids: Int[Array, "T"], valid: Bool[Array, "T"], owners: Owners, dtype) -> Float[Array, "T D"]:
         table = self.weight[...].astype(dtype)
@@ -37,10 +37,9 @@ class Embedding(nnx.Module):
 class Head(nnx.Module):
     """The [V, D] output matrix, split over V."""
 
-    def __init__(self, vocabulary: int, features: int, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, vocabulary: int, features: int, *, dtype):
         self.vocabulary = vocabulary
-        init = jax.random.normal(rngs.params(), (vocabulary, features), jnp.float32) * INIT_STD
-        self.weight = nnx.Param(init.astype(dtype), axes=(SPLIT, WHOLE))
+        self.weight = parameter((vocabulary, features), dtype, (SPLIT, WHOLE), Normal(INIT_STD))
 
     def logprobs(
         self, hidden: Float[Array, "T D"], targets: Int[Array, "T"], owners: Owners, block: int, temperature: float

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from longstraw_jax.errors import UnsupportedError
 from longstraw_jax.models.base import Segment
+from longstraw_jax.models.layers.declare import Constant, Uniform, parameter
 from longstraw_jax.models.layers.delta_rule import delta_rule_chunked
 from longstraw_jax.models.layers.mlp import GatedMlp
 from longstraw_jax.models.layers.norms import GatedNorm, ZeroCentredNorm
@@ -80,7 +81,7 @@ class HeadShards:
 class LinearAttention(nnx.Module):
     """Parameters only; names are the checkpoint's. A_log and dt_bias are never narrower than float32."""
 
-    def __init__(self, spec: Qwen36Spec, linear, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, spec: Qwen36Spec, linear, *, dtype):
         width, heads = spec.linear_num_value_heads * spec.linear_value_head_dim, spec.linear_num_value_heads
         wide = statistics_dtype(dtype)
         self.in_proj_qkv = linear("in_proj_qkv", spec.hidden_size, spec.conv_channels)
@@ -89,26 +90,24 @@ class LinearAttention(nnx.Module):
         self.in_proj_a = linear("in_proj_a", spec.hidden_size, heads)
         self.out_proj = linear("out_proj", width, spec.hidden_size)
         taps = spec.linear_conv_kernel_dim
-        conv = jax.random.uniform(rngs.params(), (spec.conv_channels, 1, taps), jnp.float32, -(taps**-0.5), taps**-0.5)
-        self.conv1d = ConvWeight(conv.astype(dtype))
-        decay = jax.random.uniform(rngs.params(), (heads,), jnp.float32, 0.01, 16.0)
-        self.A_log = nnx.Param(jnp.log(decay).astype(wide), axes=(WHOLE,))
-        self.dt_bias = nnx.Param(jnp.ones((heads,), wide), axes=(WHOLE,))
+        self.conv1d = ConvWeight(spec.conv_channels, taps, dtype)
+        self.A_log = parameter((heads,), wide, (WHOLE,), Uniform(0.01, 16.0, log=True))
+        self.dt_bias = parameter((heads,), wide, (WHOLE,), Constant(1))
         self.norm = GatedNorm(spec.linear_value_head_dim, spec.rms_norm_eps, dtype=dtype)
 
 
 class ConvWeight(nnx.Module):
     """A depthwise convolution's [channels, 1, taps]."""
 
-    def __init__(self, weight):
-        self.weight = nnx.Param(weight, axes=(WHOLE, WHOLE, WHOLE))
+    def __init__(self, channels: int, taps: int, dtype):
+        self.weight = parameter((channels, 1, taps), dtype, (WHOLE, WHOLE, WHOLE), Uniform(-(taps**-0.5), taps**-0.5))
 
 
 class GdnLayer(nnx.Module):
-    def __init__(self, spec: Qwen36Spec, linear, chunk: int, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, spec: Qwen36Spec, linear, chunk: int, *, dtype):
         self.spec, self.chunk = spec, chunk
         self.input_layernorm = ZeroCentredNorm(spec.hidden_size, spec.rms_norm_eps, dtype=dtype)
-        self.linear_attn = LinearAttention(spec, linear, dtype=dtype, rngs=rngs)
+        self.linear_attn = LinearAttention(spec, linear, dtype=dtype)
         self.post_attention_layernorm = ZeroCentredNorm(spec.hidden_size, spec.rms_norm_eps, dtype=dtype)
         self.mlp = GatedMlp(spec.hidden_size, spec.intermediate_size, linear)
 

@@ -21,6 +21,7 @@ from longstraw_jax.models.base import Parameter, Tree
 from longstraw_jax.models.layers.linear import Adapter, Linear
 from longstraw_jax.models.layers.norms import ZeroCentredNorm
 from longstraw_jax.models.layers.numerics import statistics_dtype
+from longstraw_jax.models.layers.stacked import add_entry
 from longstraw_jax.models.layers.vocabulary import Embedding, Head
 from longstraw_jax.models.qwen36 import walk
 from longstraw_jax.models.qwen36.attention import AttentionLayer
@@ -35,25 +36,15 @@ LINEAR_LAYERS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj
 class Qwen36(nnx.Module):
     """The parameters. Never called: `walk` binds one layer at a time."""
 
-    def __init__(self, model: Qwen36Model, *, rngs: nnx.Rngs):
+    def __init__(self, model: Qwen36Model):
         spec, dtype = model.spec, model.parameter_dtype
-        periods, recurrent = spec.periods, spec.recurrent_per_period
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype, rngs=rngs)
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, dtype=dtype)
         self.norm = ZeroCentredNorm(spec.hidden_size, spec.rms_norm_eps, dtype=dtype)
-        self.lm_head = Head(spec.vocab_size, spec.hidden_size, dtype=dtype, rngs=rngs)
-
-        @nnx.split_rngs(splits=(periods, recurrent))
-        @nnx.vmap
-        @nnx.vmap
-        def gdn(rngs):
-            return GdnLayer(spec, model.linear(rngs), model.sizes.recurrence, dtype=dtype, rngs=rngs)
-
-        @nnx.split_rngs(splits=periods)
-        @nnx.vmap
-        def attention(rngs):
-            return AttentionLayer(spec, model.linear(rngs), dtype=dtype)
-
-        self.gdn, self.attention = gdn(rngs), attention(rngs)
+        self.lm_head = Head(spec.vocab_size, spec.hidden_size, dtype=dtype)
+        periods = jnp.arange(spec.periods)
+        self.attention = nnx.vmap(lambda _: AttentionLayer(spec, model.linear, dtype=dtype))(periods)
+        layers = jnp.zeros((spec.periods, spec.recurrent_per_period))
+        self.gdn = nnx.vmap(nnx.vmap(lambda _: GdnLayer(spec, model.linear, model.sizes.recurrence, dtype=dtype)))(layers)
 
 
 @dataclass(frozen=True)
@@ -93,17 +84,14 @@ class Qwen36Model:
         numbers = np.arange(self.spec.num_hidden_layers).reshape(self.spec.periods, -1)
         return {"gdn": numbers[:, :-1], "attention": numbers[:, -1]}
 
-    def linear(self, rngs: nnx.Rngs):
-        """Makes linear layers by name, with an adapter where the name is a target."""
+    def linear(self, name: str, features_in: int, features_out: int) -> Linear:
+        """A linear layer of the blocks, with an adapter where its name is a target."""
+        lora = self.lora if self.lora and name in (self.lora.targets or LINEAR_LAYERS) else None
+        return Linear(features_in, features_out, dtype=self.parameter_dtype, lora=lora)
 
-        def make(name: str, features_in: int, features_out: int) -> Linear:
-            lora = self.lora if self.lora and name in (self.lora.targets or LINEAR_LAYERS) else None
-            return Linear(features_in, features_out, dtype=self.parameter_dtype, rngs=rngs, lora=lora)
-
-        return make
-
-    def _build(self, key: jax.Array) -> Qwen36:
-        return Qwen36(self, rngs=nnx.Rngs(params=key))
+    @cached_property
+    def _module(self) -> Qwen36:
+        return nnx.eval_shape(lambda: Qwen36(self))
 
     def _divide(self, module: nnx.Module):
         """(graph, trainable, frozen) of a module or of one of its parts."""
@@ -112,12 +100,15 @@ class Qwen36Model:
     @cached_property
     def graphs(self) -> dict[str, nnx.GraphDef]:
         """Structure of each part; with a slice of its parameters `nnx.merge` gives the layer."""
-        module = nnx.eval_shape(lambda: self._build(jax.random.key(0)))
-        return {name: self._divide(getattr(module, name))[0] for name in ("embed_tokens", "gdn", "attention", "norm", "lm_head")}
+        return {name: self._divide(getattr(self._module, name))[0] for name in ("embed_tokens", "gdn", "attention", "norm", "lm_head")}
+
+    @cached_property
+    def _parameters(self) -> tuple[Tree, Tree]:
+        _, trainable, frozen = self._divide(self._module)
+        return self._describe(trainable), self._describe(frozen)
 
     def abstract_parameters(self) -> tuple[Tree, Tree]:
-        _, trainable, frozen = self._divide(nnx.eval_shape(lambda: self._build(jax.random.key(0))))
-        return self._describe(trainable), self._describe(frozen)
+        return self._parameters
 
     def _describe(self, state: nnx.State) -> Tree:
         rules, described = PlacementRules(self.owners), {}
@@ -128,12 +119,9 @@ class Qwen36Model:
             here = described
             for part in path[:-1]:
                 here = here.setdefault(part, {})
-            here[path[-1]] = Parameter(variable.shape, np.dtype(variable.dtype), spec, layers, name)
+            here[path[-1]] = Parameter(
+                variable.shape, np.dtype(variable.dtype), spec, layers, name, variable.get_metadata("init"))
         return described
-
-    def init_parameters(self, key: jax.Array) -> tuple[Tree, Tree]:
-        _, trainable, frozen = self._divide(self._build(key))
-        return nnx.to_pure_dict(trainable), nnx.to_pure_dict(frozen)
 
     def bind(self, part: str, trainable: Tree, frozen: Tree) -> nnx.Module:
         """The module of a part from its (sliced) parameters."""
@@ -170,5 +158,5 @@ class Qwen36Model:
         normed_bar, grown = head.pull(normed, targets, lse, cotangent, self.owners, self.sizes.logits, temperature, grown)
         norm_bar, hidden_bar = pull_norm(normed_bar)
         if grown is not None:
-            gradient = {**gradient, "lm_head": {"weight": grown}, "norm": walk.add(gradient["norm"], norm_bar, ())}
+            gradient = {**gradient, "lm_head": {"weight": grown}, "norm": add_entry(gradient["norm"], norm_bar)}
         return hidden_bar, gradient

@@ -16,6 +16,7 @@ from jax import lax
 
 from longstraw_jax.models.base import Branch, BranchCotangent, Pages, Segment, Tree
 from longstraw_jax.models.layers.paged_attention import KeyValues, attend, flat, pull_attend
+from longstraw_jax.models.layers.stacked import add_entry, entry, read, set_entry, write
 from longstraw_jax.models.qwen36.attention import Projections
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def pull(
             return model.bind("embed_tokens", p, {})(segment.ids, segment.valid(), model.owners, model.dtype)
 
         embed_bar, = jax.vjp(lookup, trainable["embed_tokens"])[1](x_bar)
-        gradient = {**gradient, "embed_tokens": add(gradient["embed_tokens"], embed_bar, ())}
+        gradient = {**gradient, "embed_tokens": add_entry(gradient["embed_tokens"], embed_bar)}
     return cotangent, gradient
 
 
@@ -95,8 +96,8 @@ class _Down:
     kept: Tree
 
     def attention(self, i, x_bar, cotangent: BranchCotangent, gradient: Tree):
-        x, out, lse = (at(self.kept[name], i) for name in ("attention", "out", "lse"))
-        mine, fixed = (at(tree.get("attention", {}), i) for tree in (self.trainable, self.frozen))
+        x, out, lse = (entry(self.kept[name], i) for name in ("attention", "out", "lse"))
+        mine, fixed = (entry(tree.get("attention", {}), i) for tree in (self.trainable, self.frozen))
         (q, gate, k, v), pull_project = jax.vjp(
             lambda p, x: self.model.bind("attention", p, fixed).project(x, self.segment), mine, x)
         _, pull_finish = jax.vjp(
@@ -112,25 +113,25 @@ class _Down:
         project_bar, x_bar_2 = pull_project(Projections(q_bar, gate_bar, k_bar, v_bar))
         x_bar = x_bar + x_bar_2
         if "attention" in gradient:
-            grown = add(add(gradient["attention"], finish_bar, (i,)), project_bar, (i,))
+            grown = add_entry(add_entry(gradient["attention"], finish_bar, i), project_bar, i)
             gradient = {**gradient, "attention": grown}
         return x_bar, cotangent, gradient
 
     def gdn(self, i, j, x_bar, cotangent: BranchCotangent, gradient: Tree):
-        mine, fixed = (at(tree.get("gdn", {}), i, j) for tree in (self.trainable, self.frozen))
-        entry, exit_bar = at(self.branch.recurrent, i, j), at(cotangent.recurrent, i, j)
+        mine, fixed = (entry(tree.get("gdn", {}), i, j) for tree in (self.trainable, self.frozen))
+        state, exit_bar = entry(self.branch.recurrent, i, j), entry(cotangent.recurrent, i, j)
         _, pull_layer = jax.vjp(
-            lambda p, x, s: self.model.bind("gdn", p, fixed)(x, s, self.segment), mine, at(self.kept["gdn"], i, j), entry)
-        exit_bar = jax.tree.map(lambda bar, s: bar.astype(s.dtype), exit_bar, entry)
+            lambda p, x, s: self.model.bind("gdn", p, fixed)(x, s, self.segment), mine, entry(self.kept["gdn"], i, j), state)
+        exit_bar = jax.tree.map(lambda bar, s: bar.astype(s.dtype), exit_bar, state)
         layer_bar, x_bar, entry_bar = pull_layer((x_bar, exit_bar))
-        recurrent = jax.tree.map(lambda all_, bar: _put(all_, bar, (i, j)), cotangent.recurrent, entry_bar)
+        recurrent = set_entry(cotangent.recurrent, entry_bar, i, j)
         if "gdn" in gradient:
-            gradient = {**gradient, "gdn": add(gradient["gdn"], layer_bar, (i, j))}
+            gradient = {**gradient, "gdn": add_entry(gradient["gdn"], layer_bar, i, j)}
         return x_bar, dataclasses.replace(cotangent, recurrent=recurrent), gradient
 
     def _read(self, rows, like, i):
         slot = (self.segment.start - self.branch.own.start) // self.model.owners.count
-        return lax.dynamic_slice(flat(rows), (i, slot, 0, 0), (1, *like.shape))[0].astype(like.dtype)
+        return read(flat(rows), (i, slot), (1, *like.shape))[0].astype(like.dtype)
 
 
 def _sources(model: Qwen36Model, prefix: Pages | None, own: Pages, layer) -> list[KeyValues]:
@@ -151,29 +152,4 @@ def _with_rows(prefix: Pages | None, cotangent: BranchCotangent, buffers) -> Bra
 
 def _write(rows: jax.Array, x: jax.Array, layer, slot) -> jax.Array:
     """Rows [L, granules, granule, ...] with the segment's x [T, ...] written from `slot` on."""
-    return lax.dynamic_update_slice(flat(rows), x[None].astype(rows.dtype), (layer, slot, 0, 0)).reshape(rows.shape)
-
-
-def at(tree: Tree, *index) -> Tree:
-    """The entry at traced leading indices of every array."""
-    for i in index:
-        tree = jax.tree.map(lambda x, i=i: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
-    return tree
-
-
-def add(total: Tree, x: Tree, index: tuple) -> Tree:
-    """`total` with `x` added at leading indices, in the total's dtype, in place inside a loop."""
-
-    def one(total, x):
-        lead, rest = (1,) * len(index), total.shape[len(index) :]
-        start = (*index, *[0] * len(rest))
-        there = lax.dynamic_slice(total, start, lead + rest) if index else total
-        there = there + x.astype(total.dtype).reshape(there.shape)
-        return lax.dynamic_update_slice(total, there, start) if index else there
-
-    return jax.tree.map(one, total, x)
-
-
-def _put(total: jax.Array, x: jax.Array, index: tuple) -> jax.Array:
-    start = (*index, *[0] * x.ndim)
-    return lax.dynamic_update_slice(total, x.astype(total.dtype).reshape((1,) * len(index) + x.shape), start)
+    return write(flat(rows), x[None], (layer, slot)).reshape(rows.shape)
