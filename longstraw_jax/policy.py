@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import jax
 from jax.sharding import Mesh
 
+from longstraw_jax.errors import UnsupportedError
 from longstraw_jax.models import parameters
 from longstraw_jax.models.base import Model, Tree
 
@@ -23,9 +24,13 @@ class Policy:
     """What the optimizer moves: adapters, or all parameters. Statistics dtype."""
     frozen: Tree
     """The base weights, shared out over all devices; empty where everything is trained."""
-    origin: str = field(default_factory=lambda: uuid.uuid4().hex)
+    origin: str = field(default_factory=lambda: Policy.new_origin())
     step: int = 0
     """Updates since the origin."""
+
+    @staticmethod
+    def new_origin() -> str:
+        return uuid.uuid4().hex
 
     @property
     def version(self) -> str:
@@ -39,10 +44,11 @@ class Policy:
     def reference(self) -> Policy:
         """The policy with its adapters off: B = 0, so that every program runs unchanged. Its own origin."""
         if self.model.lora is None:
-            raise ValueError("a policy without adapters has no adapter-off reference; keep a copy of the initial policy")
+            raise UnsupportedError("all parameters are trained, so no adapter can be switched off for the reference; keep the "
+                                   "initial policy and score with it")
         off = jax.tree_util.tree_map_with_path(
             lambda path, x: jax.numpy.zeros_like(x) if path[-1].key == "lora_B" else x, self.trainable)
-        return dataclasses.replace(self, trainable=off, origin=uuid.uuid4().hex, step=0)
+        return dataclasses.replace(self, trainable=off, origin=self.new_origin(), step=0)
 
     def trainable_count(self) -> int:
         return parameters.count(self.model.abstract_parameters()[0])

@@ -127,6 +127,12 @@ class Model(Protocol):
     dtype: str
     lora: LoraConfig | None
     vocabulary: int
+    max_positions: int
+    """Positions the model was published for."""
+    checkpoint_prefixes: dict[str, str]
+    """Name prefixes on disk -> canonical ones."""
+    checkpoint_ignored: tuple[str, ...]
+    """Prefixes of names on disk that the model has no use for."""
 
     def abstract_parameters(self) -> tuple[Tree, Tree]:
         """(trainable, frozen) as trees of `Parameter`."""

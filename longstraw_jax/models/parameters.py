@@ -48,21 +48,22 @@ def zeros(shapes: Tree, placements: Tree, mesh: Mesh) -> Tree:
     return jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), out_shardings=where)()
 
 
+def first_value(parameter: Parameter, mesh: Mesh, seed: int) -> jax.Array:
+    """A parameter's first value, shard by shard. The same numbers on every mesh."""
+    lead = 0 if parameter.layers is None else parameter.layers.ndim
+
+    @functools.cache
+    def entry(stack: tuple[int, ...]) -> np.ndarray:
+        layer = int(parameter.layers[stack]) + 1 if lead else 0
+        rng = np.random.default_rng((seed, zlib.crc32(parameter.name.encode()), layer))
+        return parameter.init(rng, parameter.shape[lead:])
+
+    return place(parameter, mesh, lambda stack, index: entry(stack)[index])
+
+
 def initialise(model: Model, mesh: Mesh, seed: int) -> tuple[Tree, Tree]:
-    """First values of (trainable, frozen), shard by shard. The same numbers on every mesh."""
-
-    def one(parameter: Parameter) -> jax.Array:
-        lead = 0 if parameter.layers is None else parameter.layers.ndim
-
-        @functools.cache
-        def entry(stack: tuple[int, ...]) -> np.ndarray:
-            layer = int(parameter.layers[stack]) + 1 if lead else 0
-            rng = np.random.default_rng((seed, zlib.crc32(parameter.name.encode()), layer))
-            return parameter.init(rng, parameter.shape[lead:])
-
-        return place(parameter, mesh, lambda stack, index: entry(stack)[index])
-
-    return tuple(map_parameters(one, tree) for tree in model.abstract_parameters())
+    """First values of (trainable, frozen)."""
+    return tuple(map_parameters(lambda p: first_value(p, mesh, seed), tree) for tree in model.abstract_parameters())
 
 
 def checkpoint_names(parameter: Parameter, prefix: str = "model.") -> np.ndarray:

@@ -23,7 +23,7 @@ from longstraw_jax.models.layers.norms import ZeroCentredNorm
 from longstraw_jax.models.layers.numerics import statistics_dtype
 from longstraw_jax.models.layers.stacked import add_entry
 from longstraw_jax.models.layers.vocabulary import Embedding, Head
-from longstraw_jax.models.qwen36 import walk
+from longstraw_jax.models.qwen36 import walk, weights
 from longstraw_jax.models.qwen36.attention import AttentionLayer
 from longstraw_jax.models.qwen36.gdn import GdnLayer, HeadShards
 from longstraw_jax.models.qwen36.spec import Qwen36Spec
@@ -69,6 +69,14 @@ class Qwen36Model:
     @property
     def vocabulary(self) -> int:
         return self.spec.vocab_size
+
+    @property
+    def checkpoint_prefixes(self) -> dict[str, str]:
+        return weights.PREFIXES
+
+    @property
+    def checkpoint_ignored(self) -> tuple[str, ...]:
+        return weights.IGNORED
 
     @property
     def max_positions(self) -> int:
