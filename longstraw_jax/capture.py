@@ -15,13 +15,13 @@ from longstraw_jax.errors import InputError
 from longstraw_jax.models import parameters
 from longstraw_jax.models.base import Branch, Model, Pages, Segment
 from longstraw_jax.policy import Policy
-from longstraw_jax.programs import stage_program
+from longstraw_jax.programs import StageProgram
 from longstraw_jax.sharding import Layout
 from longstraw_jax.state import Fingerprint, ResidentState, empty_state, page_count, rows_spec
 
 
 @functools.cache
-def capture_program(model: Model, mesh: Mesh) -> Callable:
+def capture_program(model: Model, mesh: Mesh) -> StageProgram:
     """(trainable, frozen, rows, recurrent, ids [chunk], start, length) -> (rows, recurrent); the state is donated."""
 
     def chunk(trainable, frozen, rows, recurrent, ids, start, length):
@@ -33,7 +33,7 @@ def capture_program(model: Model, mesh: Mesh) -> Callable:
     trainable, frozen = map(parameters.specs, model.abstract_parameters())
     state = (dict.fromkeys(model.abstract_rows(1, 1), rows_spec(model)), model.abstract_recurrent()[1])
     scalar = PartitionSpec()
-    return stage_program(chunk, mesh, (trainable, frozen, *state, model.owners.spec, scalar, scalar), state, donate=(2, 3))
+    return StageProgram(chunk, mesh, (trainable, frozen, *state, model.owners.spec, scalar, scalar), state, donate=(2, 3))
 
 
 def chunk_tokens(model: Model, tokens: int) -> int:

@@ -55,6 +55,7 @@ class BlockSizes:
     def __post_init__(self):
         for name, value in vars(self).items():
             _require(isinstance(value, int) and value >= 1, f"block size {name} is {value!r}; wanted a whole number >= 1")
+        _require(self.recurrence & (self.recurrence - 1) == 0, f"block size recurrence is {self.recurrence}; wanted a power of two")
 
 
 NORMALISATIONS = ("grpo", "dapo", "dr_grpo")

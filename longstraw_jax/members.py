@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +30,13 @@ from longstraw_jax.models.layers.numerics import statistics_dtype
 from longstraw_jax.models.layers.stacked import entry, set_entry
 from longstraw_jax.objective import loss_and_slope, settings_of
 from longstraw_jax.policy import Policy
-from longstraw_jax.programs import stage_program
+from longstraw_jax.programs import StageProgram
 from longstraw_jax.sharding import Layout
 from longstraw_jax.state import ResidentState, rows_spec
 from longstraw_jax.types import Response
+
+Leaf = Any
+"""A NumPy array before the program, a JAX array inside it, or how either is placed: a `PartitionSpec`."""
 
 
 @jax.tree_util.register_dataclass
@@ -40,23 +44,23 @@ from longstraw_jax.types import Response
 class Members:
     """A group's responses as arrays, padded to one bucket: G members x N blocks x B tokens."""
 
-    ids: jax.Array
+    ids: Leaf
     """[G, N, B] int32: inputs."""
-    targets: jax.Array
+    targets: Leaf
     """[G, N, B] int32."""
-    mask: jax.Array
+    mask: Leaf
     """[G, N, B] bool: tokens that are trained; pads are not."""
-    old: jax.Array
+    old: Leaf
     """[G, N, B] log-probabilities of the old policy; unused where `on_policy`."""
-    reference: jax.Array
+    reference: Leaf
     """[G, N, B] log-probabilities of the reference policy."""
-    length: jax.Array
+    length: Leaf
     """[G] int32: tokens of each response."""
-    advantage: jax.Array
+    advantage: Leaf
     """[G]"""
-    weight: jax.Array
+    weight: Leaf
     """[G]: factor of the response's summed token losses."""
-    on_policy: jax.Array
+    on_policy: Leaf
     """[G] bool: the old policy is the present one, so `old` is what this program computes."""
 
     @classmethod
@@ -131,7 +135,7 @@ def pack(
 
 
 @functools.cache
-def members_program(model: Model, mesh: Mesh) -> Callable:
+def members_program(model: Model, mesh: Mesh) -> StageProgram:
     """(trainable, frozen, gradient, rows, recurrent, boundary, members, settings, backward)
     -> (gradient, logprobs [G, N, B], losses [G]); the gradient accumulator is donated.
 
@@ -153,7 +157,7 @@ def members_program(model: Model, mesh: Mesh) -> Callable:
     state = (dict.fromkeys(model.abstract_rows(1, 1), rows_spec(model)), model.abstract_recurrent()[1])
     settings = dict.fromkeys(("clip_low", "clip_high", "kl_beta", "temperature"), scalar)
     ins = (specs[0], specs[1], specs[0], *state, scalar, Members.specs(model.owners.axes), settings, scalar)
-    return stage_program(group, mesh, ins, (specs[0], scalar, scalar), donate=(2,))
+    return StageProgram(group, mesh, ins, (specs[0], scalar, scalar), donate=(2,))
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, ScalarLike
 
 from longstraw_jax.config import BlockSizes, LoraConfig
 from longstraw_jax.sharding import Layout, Owners
@@ -119,6 +119,7 @@ class Parameter:
     """First value of one layer's entry."""
 
 
+@runtime_checkable
 class Model(Protocol):
     """A model family as the engine sees it: hashable, without arrays; parameters travel as two nested dicts."""
 
@@ -155,11 +156,15 @@ class Model(Protocol):
         `branch` holds the entry state in `recurrent` and, in its pages, the rows that `extend` wrote.
         """
 
-    def logprobs(self, trainable: Tree, frozen: Tree, hidden: Array, targets: Array, temperature: float) -> tuple[Array, Array]:
+    def logprobs(self, trainable: Tree, frozen: Tree, hidden: Array, targets: Array, temperature: ScalarLike) -> tuple[Array, Array]:
         """(log p(target), log-normaliser) [T] of hidden states."""
 
     def pull_logprobs(
         self, trainable: Tree, frozen: Tree, hidden: Array, targets: Array, lse: Array, cotangent: Array, gradient: Tree,
-        temperature: float,
+        temperature: ScalarLike,
     ) -> tuple[Array, Tree]:
         """The transpose of `logprobs`: the cotangent of hidden; `gradient` grows."""
+
+    def reference_logprobs(self, weights: dict[str, Array], ids: Array, stop: int) -> Array:
+        """The plain one-device oracle: log p(ids[t+1] | ids[:t+1]) [T-1] of a whole sequence, the state of the first `stop`
+        positions held fixed under differentiation (0: nothing). `weights` by checkpoint name, adapters included."""

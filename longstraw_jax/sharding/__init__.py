@@ -4,6 +4,7 @@ from longstraw_jax.sharding.layout import Layout as Layout
 from longstraw_jax.sharding.mesh import AXES as AXES
 from longstraw_jax.sharding.mesh import fake_cpu_devices as fake_cpu_devices
 from longstraw_jax.sharding.mesh import make_mesh as make_mesh
+from longstraw_jax.sharding.mesh import offer_cpu_devices as offer_cpu_devices
 from longstraw_jax.sharding.mesh import parse_mesh as parse_mesh
 from longstraw_jax.sharding.owners import Owners as Owners
 from longstraw_jax.sharding.rules import SPLIT as SPLIT

@@ -5,6 +5,7 @@ Tokens are sharded over both axes, so the context-parallel degree is context x e
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 
@@ -16,24 +17,34 @@ from longstraw_jax.errors import InputError
 
 AXES = ("context", "expert")
 
-# The CPU client sizes its thread pool by the machine's cores. With more fake devices than cores, a loop with several
-# collectives then waits for ever for a thread; this many threads have never been seen to.
-_CPU_CLIENT_THREADS = 32
+def _cpu_client_threads(devices: int) -> int:
+    """Threads for the CPU client's pool, which devices and the pieces of their operators share.
+
+    By default there are as many as devices. When all devices but one wait in a collective, the last one's operators find no
+    thread to run on, and all wait for ever. A few more cure it; many more do not help but spin: with 32 threads for 4 devices
+    on 2 cores a step takes 20 times as long.
+    """
+    return max(os.cpu_count() or 1, devices + max(4, devices // 2))
+
+
+def offer_cpu_devices(count: int) -> None:
+    """Has JAX show `count` CPU devices where it finds no accelerator. No effect once JAX has started."""
+    if count > 1:
+        os.environ.setdefault("NPROC", str(_cpu_client_threads(count)))  # read when the client starts
+    with contextlib.suppress(RuntimeError):  # JAX has started
+        jax.config.update("jax_num_cpu_devices", count)
 
 
 def fake_cpu_devices(count: int) -> None:
-    """Makes JAX show `count` CPU devices. Call it before anything asks JAX for a device.
+    """Makes JAX show `count` CPU devices and no others. Call it before anything asks JAX for a device.
 
-    Raises InputError where JAX has already started with another number of CPU devices.
+    Raises InputError where JAX has already started with other devices.
     """
     if count < 1:
         raise InputError(f"{count} fake CPU devices asked for; wanted at least 1")
-    os.environ.setdefault("NPROC", str(max(_CPU_CLIENT_THREADS, 4 * count)))
-    try:
+    offer_cpu_devices(count)
+    with contextlib.suppress(RuntimeError):
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:
-        pass  # JAX has started: the count below tells whether that matters
     if jax.device_count() != count or jax.default_backend() != "cpu":
         raise InputError(f"JAX already runs with {jax.device_count()} {jax.default_backend()} devices, {count} fake CPU devices "
                          "were asked for; ask before the first JAX computation of the process")

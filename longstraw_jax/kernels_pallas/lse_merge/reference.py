@@ -14,7 +14,7 @@ def lse_merge_reference(partials: jax.Array, lse: jax.Array) -> tuple[jax.Array,
     partials, lse = partials.astype(dtype), lse.astype(dtype)
     top = lse.max(0)
     top = jnp.where(jnp.isfinite(top), top, 0)  # all partials empty: keeps exp(-inf - -inf) away
-    weight = jnp.exp(lse - top)
+    weight = jnp.exp(lse - top[None])
     total = weight.sum(0)
     some = total > 0
     out = (partials * weight[..., None]).sum(0) / jnp.where(some, total, 1)[..., None]

@@ -62,7 +62,7 @@ def _group(state, q, k, v, g, beta, *, chunk: int):
     # masked before exp: above the diagonal the difference is positive and would overflow, and give NaN gradients
     between = jnp.exp(jnp.where(visible, log_decay[..., :, None] - log_decay[..., None, :], -jnp.inf))
     keys = beta[..., None] * jnp.einsum("nhid,nhjd->nhij", k, k) * between
-    system = jnp.where(jnp.tril(visible, -1), keys, 0) + jnp.eye(chunk, dtype=keys.dtype)
+    system = jnp.where(jnp.tril(visible, -1), keys, 0) + jnp.eye(chunk, dtype=keys.dtype)[None, None]
     right = jnp.concatenate([beta[..., None] * v, (beta * jnp.exp(log_decay))[..., None] * k], -1)
     solved = lax.linalg.triangular_solve(system, right, left_side=True, lower=True, unit_diagonal=True)
     values, weights = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
@@ -78,6 +78,27 @@ def _group(state, q, k, v, g, beta, *, chunk: int):
 
     state, out = lax.scan(step, state, (values, weights, scores, reading, writing, jnp.exp(log_decay[..., -1])))
     return state, out.swapaxes(1, 2).reshape(-1, *out.shape[1:2], out.shape[-1])
+
+
+def unit_lower_inverse(a: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
+    """(I + a)^-1 of a strictly lower triangular `a`, C a power of two, by doubling the size of the inverted diagonal blocks:
+
+        [[P, 0], [L, Q]]^-1 = [[P^-1, 0], [-Q^-1 L P^-1, Q^-1]]
+
+    Products only, which suits every backend; a batch of small triangular solves is slow on CPUs. Unlike the series
+    sum (-a)^n it multiplies no large powers: with equal keys those reach 10^18 and cancel.
+    """
+    size, lead = a.shape[-1], a.shape[:-2]
+    x = jnp.ones((*lead, size, 1, 1), a.dtype)
+    half = 1
+    while half < size:
+        pairs = size // (2 * half)
+        blocks = jnp.moveaxis(jnp.diagonal(a.reshape(*lead, pairs, 2 * half, pairs, 2 * half), axis1=-4, axis2=-2), -1, -3)
+        top, bottom = (x.reshape(*lead, pairs, 2, half, half)[..., i, :, :] for i in (0, 1))
+        corner = -bottom @ blocks[..., half:, :half] @ top
+        x = jnp.concatenate([jnp.concatenate([top, jnp.zeros_like(top)], -1), jnp.concatenate([corner, bottom], -1)], -2)
+        half *= 2
+    return x.reshape(a.shape)
 
 
 def _by_chunk(x: jax.Array, chunk: int) -> jax.Array:

@@ -27,7 +27,8 @@ class ZeroCentredNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         wide = rms(x, self.eps)
-        return (wide * (1 + self.weight[...].astype(wide.dtype))).astype(x.dtype)
+        weight = jnp.broadcast_to(1 + self.weight[...].astype(wide.dtype), x.shape)
+        return (wide * weight).astype(x.dtype)
 
 
 class GatedNorm(nnx.Module):
@@ -39,5 +40,6 @@ class GatedNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"], gate: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         wide = statistics_dtype(x.dtype)
-        normed = self.weight[...].astype(x.dtype) * rms(x, self.eps).astype(x.dtype)
+        weight = jnp.broadcast_to(self.weight[...].astype(x.dtype), x.shape)
+        normed = weight * rms(x, self.eps).astype(x.dtype)
         return (normed.astype(wide) * jax.nn.silu(gate.astype(wide))).astype(x.dtype)

@@ -16,7 +16,7 @@ def rotate_half_split(x: Float[Array, "T H D"], positions: Int[Array, "T"], rota
     """
     wide, half = statistics_dtype(x.dtype), rotary // 2
     frequencies = theta ** (-jnp.arange(half, dtype=wide) * 2 / rotary)
-    angles = positions.astype(wide)[:, None] * frequencies
+    angles = positions.astype(wide)[:, None] * frequencies[None]
     cos, sin = jnp.cos(angles).astype(x.dtype)[:, None], jnp.sin(angles).astype(x.dtype)[:, None]
     a, b, rest = x[..., :half], x[..., half:rotary], x[..., rotary:]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, ScalarLike
 
 from longstraw_jax.models.layers.declare import Normal, parameter
 from longstraw_jax.models.layers.linear import INIT_STD
@@ -42,7 +42,7 @@ class Head(nnx.Module):
         self.weight = parameter((vocabulary, features), dtype, (SPLIT, WHOLE), Normal(INIT_STD))
 
     def logprobs(
-        self, hidden: Float[Array, "T D"], targets: Int[Array, "T"], owners: Owners, block: int, temperature: float
+        self, hidden: Float[Array, "T D"], targets: Int[Array, "T"], owners: Owners, block: int, temperature: ScalarLike
     ) -> tuple[Float[Array, "T"], Float[Array, "T"]]:
         """(log p(target), log sum exp) per token, in the statistics dtype, at `temperature`."""
         tiles = _Tiles(self, hidden, owners, block, temperature)
@@ -60,7 +60,7 @@ class Head(nnx.Module):
 
     def pull(
         self, hidden: Float[Array, "T D"], targets: Int[Array, "T"], lse: Float[Array, "T"], cotangent: Float[Array, "T"],
-        owners: Owners, block: int, temperature: float, weight_gradient: Float[Array, "v D"] | None,
+        owners: Owners, block: int, temperature: ScalarLike, weight_gradient: Float[Array, "v D"] | None,
     ) -> tuple[Float[Array, "T D"], Float[Array, "v D"] | None]:
         """The transpose of `logprobs`: the cotangent of `hidden`, and `weight_gradient` plus the weight's (None: not wanted).
 
@@ -91,7 +91,7 @@ class _Tiles:
     fall away.
     """
 
-    def __init__(self, head: Head, hidden: jax.Array, owners: Owners, block: int, temperature: float):
+    def __init__(self, head: Head, hidden: jax.Array, owners: Owners, block: int, temperature: ScalarLike):
         self.weight = head.weight[...].astype(hidden.dtype)
         self.owners = owners if self.weight.shape[0] != head.vocabulary else Owners((), 1)
         self.first = owners.index() * self.weight.shape[0] if self.owners.count > 1 else 0

@@ -146,7 +146,7 @@ class GdnLayer(nnx.Module):
         wide, taps, tokens = statistics_dtype(mixed.dtype), self.spec.linear_conv_kernel_dim, mixed.shape[0]
         weight = shards.split(self.linear_attn.conv1d.weight[...][:, 0].T)[:, _own(segment.owners)].astype(wide)
         padded = jnp.concatenate([tail, mixed])
-        y = jax.nn.silu(sum(padded[j : j + tokens].astype(wide) * weight[j] for j in range(taps)))
+        y = jax.nn.silu(sum(padded[j : j + tokens].astype(wide) * weight[j, None] for j in range(taps)))
         q, k, v = shards.heads(y)
         q, k = (x * lax.rsqrt((x * x).sum(-1, keepdims=True) + _L2_EPS) for x in (q, k))
         return q * q.shape[-1] ** -0.5, k, v, lax.dynamic_slice_in_dim(padded, segment.length, taps - 1)
@@ -154,7 +154,7 @@ class GdnLayer(nnx.Module):
     def _gates(self, b, a, owners: Owners, shards):
         """beta = sigmoid(b); g = -exp(A_log) softplus(a + dt_bias), the log-decay; [T, own value heads]."""
         attn, wide = self.linear_attn, statistics_dtype(b.dtype)
-        a_log, dt_bias = (p[...].reshape(owners.count, -1)[_own(owners)].astype(wide) for p in (attn.A_log, attn.dt_bias))
+        a_log, dt_bias = (p[...].reshape(owners.count, 1, -1)[_own(owners)].astype(wide) for p in (attn.A_log, attn.dt_bias))
         return jax.nn.sigmoid(b.astype(wide)), -jnp.exp(a_log) * jax.nn.softplus(a.astype(wide) + dt_bias)
 
 

@@ -23,7 +23,7 @@ from longstraw_jax.models.layers.norms import ZeroCentredNorm
 from longstraw_jax.models.layers.numerics import statistics_dtype
 from longstraw_jax.models.layers.stacked import add_entry
 from longstraw_jax.models.layers.vocabulary import Embedding, Head
-from longstraw_jax.models.qwen36 import walk, weights
+from longstraw_jax.models.qwen36 import reference, walk, weights
 from longstraw_jax.models.qwen36.attention import AttentionLayer
 from longstraw_jax.models.qwen36.gdn import GdnLayer, HeadShards
 from longstraw_jax.models.qwen36.spec import Qwen36Spec
@@ -168,3 +168,9 @@ class Qwen36Model:
         if grown is not None:
             gradient = {**gradient, "lm_head": {"weight": grown}, "norm": add_entry(gradient["norm"], norm_bar)}
         return hidden_bar, gradient
+
+    def reference_logprobs(self, weights, ids, stop):
+        base = {name: x for name, x in weights.items() if not name.endswith((".lora_A", ".lora_B"))}
+        modules = [name.removesuffix(".lora_A") for name in weights if name.endswith(".lora_A")]
+        adapters = {m.removeprefix("model."): (weights[m + ".lora_A"], weights[m + ".lora_B"]) for m in modules}
+        return reference.logprobs(base, ids, self.spec, adapters, self.lora.scale if self.lora else 0.0, stop)

@@ -5,10 +5,10 @@ equations of transformers' `modeling_qwen3_5.py` one by one. Statistics (norms, 
 float32, or in float64 where the weights are. Run it under `jax.default_matmul_precision("highest")`, and pass the weights to
 `jax.jit` as arguments: XLA spends minutes folding them when they are closed over.
 
-`stop` gives the response gradient. The resident state of positions 0 .. stop-1 is cut from the gradient where later positions
-read it: their keys and values, the recurrent state after token stop-1, and the inputs of the convolution. What a loss on
-positions >= stop then differentiates to is its gradient at a fixed state of the prompt. Outputs at positions < stop keep their
-values, but their gradients mean nothing.
+`stop` gives the response gradient. The resident state of positions 0 .. stop-1 is cut from the gradient where later
+positions read it: keys and values, the recurrent state after token stop-1, and the inputs of the convolution. A loss on
+positions >= stop then has its gradient at a fixed state of the prompt. Outputs at positions < stop keep their values, but
+their gradients mean nothing.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ Adapters = Mapping[str, tuple[Float[Array, "..."], Float[Array, "..."]]]
 
 NO_ADAPTERS: Adapters = MappingProxyType({})
 
+Scalar = float | Float[Array, ""]
+
 
 def hidden_states(
-    weights: Weights, ids: Int[Array, "T"], spec: Qwen36Spec, adapters: Adapters = NO_ADAPTERS, scale: float = 0.0, stop: int = 0
+    weights: Weights, ids: Int[Array, "T"], spec: Qwen36Spec, adapters: Adapters = NO_ADAPTERS, scale: Scalar = 0.0,
+    stop: int = 0,
 ) -> Float[Array, "T D"]:
     """The last layer's output after the final norm. `scale` is LoRA's alpha / rank; y = W x + scale B A x."""
     _check(weights, ids, adapters, stop)
@@ -49,15 +52,16 @@ def hidden_states(
 
 
 def logits(
-    weights: Weights, ids: Int[Array, "T"], spec: Qwen36Spec, adapters: Adapters = NO_ADAPTERS, scale: float = 0.0, stop: int = 0
+    weights: Weights, ids: Int[Array, "T"], spec: Qwen36Spec, adapters: Adapters = NO_ADAPTERS, scale: Scalar = 0.0,
+    stop: int = 0,
 ) -> Float[Array, "T V"]:
     """Entry t scores the token after ids[t]. At least float32, whatever the weights are."""
     return _wide(hidden_states(weights, ids, spec, adapters, scale, stop) @ weights["lm_head.weight"].T)
 
 
 def logprobs(
-    weights: Weights, ids: Int[Array, "T"], spec: Qwen36Spec, adapters: Adapters = NO_ADAPTERS, scale: float = 0.0, stop: int = 0,
-    temperature: float = 1.0,
+    weights: Weights, ids: Int[Array, "T"], spec: Qwen36Spec, adapters: Adapters = NO_ADAPTERS, scale: Scalar = 0.0,
+    stop: int = 0, temperature: Scalar = 1.0,
 ) -> Float[Array, "T-1"]:
     """Entry t is log p(ids[t+1] | ids[:t+1]), in nats, of the logits divided by `temperature`."""
     scores = jax.nn.log_softmax(logits(weights, ids, spec, adapters, scale, stop)[:-1] / temperature)
@@ -68,7 +72,7 @@ def _check(weights: Weights, ids: Array, adapters: Adapters, stop: int) -> None:
     # A misspelt adapter would otherwise be left out in silence, and an oracle must not agree by accident.
     unknown = sorted(name for name in adapters if f"model.{name}.weight" not in weights)
     if unknown:
-        raise InputError(f"adapter {unknown[0]!r} names no linear layer of the weights; wanted a name like 'layers.0.mlp.up_proj'")
+        raise InputError(f"adapter {unknown[0]!r} names no layer of the weights; wanted a name like 'layers.0.mlp.up_proj'")
     if not 0 <= stop <= ids.shape[0]:
         raise InputError(f"stop is {stop} for a sequence of {ids.shape[0]} tokens; wanted 0 <= stop <= its length")
 
@@ -79,7 +83,7 @@ class _Layer:
 
     weights: Weights
     adapters: Adapters
-    scale: float
+    scale: Scalar
     spec: Qwen36Spec
     stop: int
     prefix: str
@@ -123,7 +127,7 @@ def _attention(layer: _Layer, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
 
 
 def _rope(x: Float[Array, "T H d"], spec: Qwen36Spec) -> Float[Array, "T H d"]:
-    """Rotates dimensions j and j + r/2 of the first r by position * theta^(-2j/r); the rest pass (Su et al., 2021, half-split).
+    """Rotates dimensions j and j + r/2 of the first r by position * theta^(-2j/r) (Su et al., 2021, in halves).
 
     Text has equal temporal, height and width positions, for which Qwen's interleaved multimodal form is just this.
     """
@@ -145,12 +149,13 @@ def _gated_delta_net(layer: _Layer, x: Float[Array, "T D"]) -> Float[Array, "T D
     query, key, value = jnp.split(mixed, [keys, 2 * keys], axis=-1)
 
     ratio = spec.linear_num_value_heads // spec.linear_num_key_heads
-    query, key = (jnp.repeat(_l2_norm(_wide(a).reshape(tokens, spec.linear_num_key_heads, -1)), ratio, axis=1) for a in (query, key))
+    query, key = (_l2_norm(_wide(a).reshape(tokens, spec.linear_num_key_heads, -1)) for a in (query, key))
+    query, key = (jnp.repeat(a, ratio, axis=1) for a in (query, key))
     query = query * spec.linear_key_head_dim**-0.5
     value = _wide(value).reshape(tokens, spec.linear_num_value_heads, -1)
     beta = _wide(jax.nn.sigmoid(layer.linear("linear_attn.in_proj_b", x)))
-    step = jax.nn.softplus(_wide(layer.linear("linear_attn.in_proj_a", x)) + _wide(layer.weight("linear_attn.dt_bias"))[None])
-    decay = jnp.exp(-jnp.exp(_wide(layer.weight("linear_attn.A_log")))[None] * step)
+    rate, bias = (_wide(layer.weight(f"linear_attn.{name}"))[None] for name in ("A_log", "dt_bias"))
+    decay = jnp.exp(-jnp.exp(rate) * jax.nn.softplus(_wide(layer.linear("linear_attn.in_proj_a", x)) + bias))
 
     read = _delta_rule((query, key, value, decay, beta), layer.stop).astype(x.dtype)
     gate = layer.linear("linear_attn.in_proj_z", x).reshape(read.shape)

@@ -1,0 +1,51 @@
+"""A strict session: eight fake CPU devices, annotations checked at every call, no implicit rank promotion, full products."""
+
+import os
+import warnings
+
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TRANSFORMERS_VERBOSITY="error")
+
+import jax  # noqa: E402
+import jaxtyping  # noqa: E402
+import pytest  # noqa: E402
+from beartype.roar import BeartypeDecorHintPep585DeprecationWarning  # noqa: E402
+
+# Before the package is imported. The numeric tower is PEP 484's: an int does where a float is wanted.
+jaxtyping.install_import_hook("longstraw_jax", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+
+with warnings.catch_warnings():
+    # beartype's advice about typing.Hashable, of which Flax makes the keys of nnx.State
+    warnings.simplefilter("ignore", BeartypeDecorHintPep585DeprecationWarning)
+    from longstraw_jax.sharding import fake_cpu_devices, make_mesh
+
+fake_cpu_devices(8)
+jax.config.update("jax_default_matmul_precision", "highest")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_configure(config):
+    # the same advice, for modules that tests import
+    config.addinivalue_line("filterwarnings", "ignore::beartype.roar.BeartypeDecorHintPep585DeprecationWarning")
+
+
+@pytest.fixture
+def x64():
+    """64-bit mode for one test. Arrays of fixtures with a wider scope are made outside of it."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def mesh():
+    """mesh(context, expert=1): a mesh of the first fake devices."""
+    return make_mesh
+
+
+@pytest.fixture
+def per_owner():
+    """per_owner(f, mesh, in_specs, out_specs): `f` on every device's shards, as the engine's programs run it."""
+
+    def program(f, mesh, in_specs, out_specs):
+        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+
+    return program
