@@ -1,0 +1,100 @@
+"""A small model, a ragged group, and the conventional whole-sequence loss that the engine is held against."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longstraw_jax.capture import capture
+from longstraw_jax.config import BlockSizes, LoraConfig, ObjectiveConfig
+from longstraw_jax.evidence import perturbed
+from longstraw_jax.loading import to_weights
+from longstraw_jax.models import parameters
+from longstraw_jax.models.qwen36.model import Qwen36Model
+from longstraw_jax.models.qwen36.spec import Qwen36Spec
+from longstraw_jax.objective import member_weights
+from longstraw_jax.policy import Policy, random_policy
+from longstraw_jax.replay import replay
+from longstraw_jax.sharding import Owners, make_mesh
+from longstraw_jax.types import Group, Response
+
+# two periods of two GDN layers and one attention layer; eight owners have to repeat the key heads
+SPEC = Qwen36Spec(
+    vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=8, linear_value_head_dim=12,
+    full_attention_interval=3, max_position_embeddings=4096)
+SIZES = BlockSizes(page=4, chunk=32, block=16, queries=2, keys=8, logits=1, recurrence=8)
+OBJECTIVE = ObjectiveConfig(kl_beta=0.1)
+PROMPT, LENGTHS = 75, (1, 37, 16)
+
+
+def policy(mesh_shape: tuple[int, int], trainable: str = "lora", dtype: str = "float64", sizes: BlockSizes = SIZES) -> Policy:
+    mesh = make_mesh(*mesh_shape)
+    lora = LoraConfig(rank=3, alpha=5) if trainable == "lora" else None
+    return perturbed(random_policy(Qwen36Model(SPEC, Owners.of(mesh), dtype, lora, sizes), mesh), seed=1, spread=0.1)
+
+
+def group(lengths: tuple[int, ...] = LENGTHS, prompt: int = PROMPT, seed: int = 0) -> Group:
+    """Random tokens, one in five masked."""
+    rng = np.random.default_rng(seed)
+    responses = [Response(rng.integers(0, 64, n), mask=rng.random(n) < 0.8, reward=float(i)) for i, n in enumerate(lengths)]
+    return Group(rng.integers(0, 64, prompt), tuple(responses))
+
+
+def others(g: Group, seed: int) -> list[np.ndarray]:
+    """Log-probabilities that another policy might have given; far enough off for some ratios to be clipped."""
+    rng = np.random.default_rng(seed)
+    return [-4.2 + 0.4 * rng.standard_normal(len(r.ids)) for r in g.responses]
+
+
+def ours(p: Policy, g: Group, objective: ObjectiveConfig = OBJECTIVE):
+    return replay(p, capture(p, g.prompt_ids), g, old=others(g, 1), reference=others(g, 2), objective=objective)
+
+
+def conventional(p: Policy, g: Group, objective: ObjectiveConfig = OBJECTIVE) -> tuple[float, dict[str, np.ndarray]]:
+    """(loss, gradient by checkpoint name) of one autodiff pass per member over its whole sequence, the same state held fixed."""
+    names = set(parameters.to_host(p.trainable, p.model.abstract_parameters()[0]))
+    weights = {name: jnp.asarray(x) for name, x in to_weights(p).items()}
+    trained = {name: weights.pop(name) for name in names}
+    rows = _padded(g, objective)
+    loss, gradient = _loss_and_gradient(p.model)(trained, weights, rows, objective.kl_beta)
+    return float(loss), {name: np.asarray(x) for name, x in gradient.items()}
+
+
+@functools.cache
+def _loss_and_gradient(model: Qwen36Model):
+    def loss(trained, weights, rows, kl_beta):
+        def member(row):
+            stop = row["prompt"].shape[0] - 1
+            ids = jnp.concatenate([row["prompt"], row["ids"]])
+            new = model.reference_logprobs(weights | trained, ids, stop)[stop:]
+            ratio, behind = jnp.exp(new - row["old"]), row["reference"] - new
+            gain = jnp.minimum(ratio * row["advantage"], jnp.clip(ratio, 0.8, 1.2) * row["advantage"])
+            return -row["weight"] * (row["mask"] * (gain - kl_beta * (jnp.exp(behind) - behind - 1))).sum()
+
+        return jax.lax.map(member, rows).sum()
+
+    return jax.jit(jax.value_and_grad(loss))
+
+
+def _padded(g: Group, objective: ObjectiveConfig) -> dict[str, np.ndarray]:
+    """Members as rows of one length; padding comes last, so that nothing real sees it."""
+    longest = max(len(r.ids) for r in g.responses)
+
+    def fill(rows):
+        return np.stack([np.pad(np.asarray(row), (0, longest - len(row))) for row in rows])
+
+    return {"ids": fill([r.ids for r in g.responses]), "mask": fill([r.mask for r in g.responses]), "old": fill(others(g, 1)),
+            "reference": fill(others(g, 2)), "advantage": g.advantages, "weight": member_weights([g], objective.normalisation)[0],
+            "prompt": np.tile(g.prompt_ids, (len(g.responses), 1))}
+
+
+def by_name(p: Policy, gradient) -> dict[str, np.ndarray]:
+    return parameters.to_host(gradient, p.model.abstract_parameters()[0])
+
+
+def relative(x: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.linalg.norm(x - wanted) / np.linalg.norm(wanted))
