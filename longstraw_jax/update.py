@@ -60,7 +60,7 @@ def update_program(config: OptimizerConfig):
     return jax.jit(apply, donate_argnums=(1, 2))
 
 
-_global_norm = jax.jit(optax.global_norm)
+_global_norm = jax.jit(optax.tree.norm)
 
 
 def update(policy: Policy, optimizer_state: Tree, gradient: Tree, config: OptimizerConfig) -> Update:

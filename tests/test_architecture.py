@@ -114,6 +114,7 @@ def late():
     from longstraw_jax.state import tree_bytes
 """
     assert set(imports(ast.parse(source))) == {
-        ("models", "base"), ("models", "parameters"), ("models", "registry"), ("types",), ("capture",), ("policy",), ("state",)}
+        ("models", "base"), ("models", "parameters"), ("models", "registry"), ("types",), ("capture",), ("policy",),
+        ("state",)}
     with pytest.raises(AssertionError, match="relative import"):
         set(imports(ast.parse("from .types import Group")))

@@ -18,8 +18,8 @@ from longstraw_jax.score import score
 from longstraw_jax.types import Group, Response
 from longstraw_jax.update import init_optimizer, replicas_equal, update
 
-# (mesh, what is trained): every parameter on 1, 2, 4 and 8 devices, both axes used
-RUNS = [((1, 1), "all"), ((2, 1), "lora"), ((2, 2), "all"), ((8, 1), "lora"), ((1, 1), "lora"), ((8, 1), "all")]
+# (mesh, what is trained): 1, 2, 4 and 8 devices, both axes used. Compiling is what costs, so not every pair.
+RUNS = [((1, 1), "lora"), ((2, 1), "all"), ((2, 2), "lora"), ((8, 1), "all")]
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +43,9 @@ def test_the_gradient_is_autodiffs_on_every_mesh(mesh, trainable, conventional):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("sizes", [
-    BlockSizes(page=2, chunk=8, block=4, queries=1, keys=2, logits=4, recurrence=2),
-    BlockSizes(page=64, chunk=4096, block=2048, queries=256, keys=1024, logits=128, recurrence=64)])
-def test_the_blocking_does_not_change_the_gradient(sizes, conventional):
-    policy = case.policy((2, 1), sizes=sizes)
+def test_the_blocking_does_not_change_the_gradient(conventional):
+    """One chunk and one block for everything; the other tests cut into many."""
+    policy = case.policy((2, 1), sizes=BlockSizes())
     mine = case.by_name(policy, case.ours(policy, case.group()).gradient)
     assert max(case.relative(mine[name], x) for name, x in conventional["lora"][1].items()) < 1e-9
 
@@ -70,7 +68,7 @@ def test_the_serial_gradient_is_the_whole_batchs_in_any_order(normalisation):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("mesh", [(1, 1), (8, 1)])
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 2)])
 def test_captured_and_replayed_equals_one_pass(mesh):
     """Prompts around the convolution's width, the page, the chunk; responses around the block."""
     policy = case.policy(mesh)

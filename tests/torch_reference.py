@@ -111,7 +111,7 @@ def response_step(
     if kl_beta and ref_logprobs is None:
         raise ValueError(f"kl_beta is {kl_beta} but ref_logprobs is None; wanted the reference policy's log-probabilities")
     objective = _Objective(clip_low, clip_high, kl_beta)
-    prompt = torch.as_tensor(prompt_ids, dtype=torch.long, device=model.device)
+    prompt = torch.tensor(prompt_ids, dtype=torch.long, device=model.device)
     state = _prompt_state(model, prompt) if detach_prompt else None
     loss, scored = 0.0, []
     _set_checkpointing(model, gradient_checkpointing)
@@ -132,7 +132,7 @@ def response_step(
 
 def _like(new, per_member, i: int):
     """Member i's values as a tensor beside its log-probabilities, or None where none are given."""
-    return None if per_member is None else torch.as_tensor(per_member[i], dtype=new.dtype, device=new.device)
+    return None if per_member is None else torch.tensor(per_member[i], dtype=new.dtype, device=new.device)
 
 
 def _set_checkpointing(model, on: bool) -> None:
@@ -154,7 +154,7 @@ def _prompt_state(model, prompt):
 
 def _logprobs(model, prompt, response, state, temperature):
     """log p of each response token [R], from the given prompt state or else over the whole sequence in one pass."""
-    response = torch.as_tensor(response, dtype=torch.long, device=prompt.device)
+    response = torch.tensor(response, dtype=torch.long, device=prompt.device)
     count = len(response)
     if state is None:
         sequence, start = torch.cat([prompt, response[:-1]]), 0

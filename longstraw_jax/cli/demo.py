@@ -32,9 +32,9 @@ class Demo:
     """A spec's name (random weights) or a Hugging Face directory."""
     prompt_file: Path | None = None
     """Text to take the prompt from; default: the sources of Python's own library."""
-    prompt_length: int = 8192
+    prompt_length: int = 4096
     """Tokens."""
-    response_length: int = 128
+    response_length: int = 64
     """Tokens of each response."""
     group: int = 4
     """Responses."""

@@ -21,7 +21,9 @@ def test_parse_mesh(text, degrees):
     assert parse_mesh(text) == degrees
 
 
-@pytest.mark.parametrize("text", ["context", "context=", "context=0", "context=-1", "context=1.5", "data=2", "8", "context=2;expert=2"])
+@pytest.mark.parametrize("text", [
+    "context", "context=", "context=0", "context=-1", "context=1.5", "data=2", "8", "context=2;expert=2",
+])
 def test_parse_mesh_refuses(text):
     with pytest.raises(InputError, match="wanted for example context=8") as caught:
         parse_mesh(text)
@@ -69,4 +71,6 @@ def test_fake_devices_of_a_fresh_process():
     environment = {name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["12", "48"], done.stderr
+    assert done.returncode == 0, done.stderr
+    devices, threads = map(int, done.stdout.split())
+    assert devices == 12 < threads

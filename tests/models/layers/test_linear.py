@@ -20,8 +20,12 @@ def bound(linear, **values):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, alpha=5.0), LoraConfig(rank=4, alpha=6.0, rank_stabilized=True)], ids=repr)
-def test_formula(lora):
+@pytest.mark.parametrize(("lora", "scale"), [
+    (None, 0),
+    (LoraConfig(rank=2, alpha=5.0), 5 / 2),
+    (LoraConfig(rank=4, alpha=6.0, rank_stabilized=True), 6 / 2),  # divided by the root of the rank
+])
+def test_formula(lora, scale):
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(TOKENS, 7)), rng.normal(size=(5, 7))
     linear = Linear(7, 5, dtype="float64", lora=lora)
@@ -29,7 +33,6 @@ def test_formula(lora):
         np.testing.assert_allclose(bound(linear, weight=w)(jnp.asarray(x), ONE), x @ w.T, rtol=1e-12)
         return
     a, b = rng.normal(size=(lora.rank, 7)), rng.normal(size=(5, lora.rank))
-    scale = {2: 5.0 / 2, 4: 6.0 / 2}[lora.rank]  # alpha / rank, alpha / sqrt(rank)
     given = bound(linear, weight=w, lora_A=a, lora_B=b)(jnp.asarray(x), ONE)
     np.testing.assert_allclose(given, x @ (w + scale * b @ a).T, rtol=1e-12)
 
@@ -59,7 +62,7 @@ def test_first_adapter_changes_nothing():
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("features_in", "features_out", "axis"), [(7, 12, 0), (12, 7, 1), (7, 9, None)])
 def test_gathered_weight_and_its_gradient(features_in, features_out, axis, mesh, per_owner):
-    """Owners hold a shard each; a shard's gradient comes back summed over all owners' tokens, a replicated weight's does not."""
+    """A shard's gradient comes back summed over all owners' tokens, a replicated weight's does not."""
     devices, rng = mesh(4), np.random.default_rng(1)
     owners = Owners.of(devices)
     linear = Linear(features_in, features_out, dtype="float64")
@@ -71,7 +74,8 @@ def test_gathered_weight_and_its_gradient(features_in, features_out, axis, mesh,
         w_bar, x_bar = pull(cotangent)
         return y, owners.sum(w_bar) if axis is None else w_bar, x_bar
 
-    w, x, cotangent = (rng.normal(size=s) for s in (linear.weight.shape, (4 * TOKENS, features_in), (4 * TOKENS, features_out)))
+    w, x = rng.normal(size=linear.weight.shape), rng.normal(size=(4 * TOKENS, features_in))
+    cotangent = rng.normal(size=(4 * TOKENS, features_out))
     tokens = owners.spec
     y, w_bar, x_bar = per_owner(run, devices, (spec, tokens, tokens), (tokens, spec, tokens))(w, x, cotangent)
     np.testing.assert_allclose(y, x @ w.T, rtol=1e-11, atol=1e-13)

@@ -42,7 +42,7 @@ def test_formulas(shape, size):
 
 
 def test_rounding_of_bfloat16():
-    """Where the reference casts: the zero-centred norm after its weight, the gated one before it and again after the gate."""
+    """Where the reference casts: the zero-centred norm after its weight, the gated one before it and after the gate."""
     x, gate, w = (jnp.asarray(a, jnp.bfloat16) for a in drawn((64, 8), 1.0))
     wide, wide_gate, wide_w = (np.asarray(a, np.float32) for a in (x, gate, w))
 

@@ -1,7 +1,7 @@
 """Paged attention and its transpose against dense softmax attention over one sequence, in float64.
 
-The pages are filled as the engine fills them: the prompt's dealt to the owners page by page, a branch's own in blocks that the
-owners share out evenly. Whatever lies beyond a length, and every other layer of the stack, holds huge numbers.
+The pages are filled as the engine fills them: the prompt's dealt to the owners page by page, a branch's own in blocks that
+the owners share out evenly. Whatever lies beyond a length, and every other layer of the stack, holds huge numbers.
 """
 
 import functools
@@ -75,8 +75,8 @@ def lengths_of(case):
     prefix, own = case.room
     if case.prefix == "none":
         return [Lengths(0, 0, 1), Lengths(0, 0, case.block), Lengths(0, case.block, own - 1)]
-    return [Lengths(1, 0, case.block), Lengths(prefix, case.block, own), Lengths(prefix - PAGE - 1, case.block, case.block + 1),
-            Lengths(0, 0, case.block - 1)]
+    return [Lengths(1, 0, case.block), Lengths(prefix, case.block, own),
+            Lengths(prefix - PAGE - 1, case.block, case.block + 1), Lengths(0, 0, case.block - 1)]
 
 
 @functools.cache
@@ -92,7 +92,8 @@ def program(case):
     def run(q, q_bar, prefix, own, lengths):
         own_pages = Pages({n: granules(own[n], GRANULE) for n in NAMES}, lengths["prefix"], lengths["after"])
         prefix_pages = Pages({n: granules(prefix[n], PAGE) for n in NAMES}, jnp.int32(0), lengths["prefix"])
-        segment = Segment(jnp.zeros(GRANULE, int), lengths["prefix"] + lengths["before"], lengths["after"] - lengths["before"], block_layout)
+        start, length = lengths["prefix"] + lengths["before"], lengths["after"] - lengths["before"]
+        segment = Segment(jnp.zeros(GRANULE, int), start, length, block_layout)
         pages = [own_pages] if case.prefix == "none" else [prefix_pages, own_pages]
         sources = [KeyValues.of(p, jnp.int32(LAYER), block_layout.owners, case.keys) for p in pages]
         out, lse = attend(q, segment, sources, sizes)
@@ -104,7 +105,8 @@ def program(case):
 
     tokens, rows, scalar = PartitionSpec(mesh.axis_names), PartitionSpec(None, mesh.axis_names), PartitionSpec()
     return jax.jit(jax.shard_map(
-        run, mesh=mesh, in_specs=(tokens, tokens, rows, rows, scalar), out_specs=(tokens, tokens, tokens, rows), check_vma=False))
+        run, mesh=mesh, in_specs=(tokens, tokens, rows, rows, scalar), out_specs=(tokens, tokens, tokens, rows),
+        check_vma=False))
 
 
 def to_owners(layout, x):
@@ -142,7 +144,8 @@ def run(case, lengths, q, q_bar, prefix, own):
     for pair in filter(None, rows):
         for x in pair:
             np.testing.assert_array_equal(x[:LAYER], 1, err_msg="another layer's cotangent changed")
-    rows = [pair and tuple(to_sequence(layout, x[LAYER]) - 1 for x in pair) for layout, pair in zip(layouts, rows, strict=True)]
+    rows = [pair and tuple(to_sequence(layout, x[LAYER]) - 1 for x in pair)
+            for layout, pair in zip(layouts, rows, strict=True)]
     return *(to_sequence(block_layout, x) for x in (out, lse, q_bar)), rows
 
 
@@ -209,8 +212,9 @@ def test_bfloat16_statistics_are_float32(mesh, per_owner):
     q, _, prefix, own = drawn(case)
     half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), (q, prefix, own))
     block_layout = case.layouts[1]
-    pages = Pages({n: stack(block_layout, own[n], lengths.after).astype(jnp.bfloat16).reshape(LAYERS, -1, GRANULE, KV, D) for n in NAMES},
-                  jnp.int32(0), jnp.int32(lengths.after))
+    rows = {n: stack(block_layout, x, lengths.after).astype(jnp.bfloat16) for n, x in own.items()}
+    rows = {n: x.reshape(LAYERS, -1, GRANULE, KV, D) for n, x in rows.items()}
+    pages = Pages(rows, jnp.int32(0), jnp.int32(lengths.after))
     segment = Segment(jnp.zeros(GRANULE, int), jnp.int32(lengths.before), jnp.int32(GRANULE), block_layout)
 
     def run(q, pages, segment):

@@ -42,7 +42,7 @@ def test_scores_depend_on_the_distance_alone():
 
 
 def test_float32_angles_are_those_of_pytorch():
-    """Two million positions on, the last digit of a float32 frequency decides: the published rotary size against PyTorch's own steps."""
+    """At the published size, two million positions on: there the last digit of a float32 frequency shows."""
     torch = pytest.importorskip("torch")
     rotary, theta, position = 64, 1e7, 2_097_151
     x = np.random.default_rng(2).normal(size=(1, 2, rotary)).astype(np.float32)
@@ -56,6 +56,8 @@ def test_float32_angles_are_those_of_pytorch():
 
 def test_bfloat16_stays_bfloat16():
     x = jnp.asarray(np.random.default_rng(3).normal(size=(2, 1, HEAD)), jnp.bfloat16)
-    given = rotate_half_split(x, jnp.array([3, 100_001]), ROTARY, THETA)
+    positions = np.array([3, 100_001])
+    given = rotate_half_split(x, jnp.asarray(positions), ROTARY, THETA)
     assert given.dtype == jnp.bfloat16
-    np.testing.assert_allclose(given.astype(jnp.float32), rotated(np.asarray(x, np.float64), np.array([3, 100_001]), np.float32), atol=3e-2)
+    wanted = rotated(np.asarray(x, np.float64), positions, np.float32)
+    np.testing.assert_allclose(given.astype(jnp.float32), wanted, atol=3e-2)

@@ -46,9 +46,10 @@ def head_program(count, vocabulary, features=D, dtype="float64", block=BLOCK, wa
 
     def run(weight, hidden, targets, cotangent):
         shard = bound(head, weight)
-        logprobs, lse = shard.logprobs(hidden, targets, owners, block, jnp.asarray(TEMPERATURE, cotangent.dtype))
+        temperature = jnp.asarray(TEMPERATURE, cotangent.dtype)
+        logprobs, lse = shard.logprobs(hidden, targets, owners, block, temperature)
         so_far = jnp.ones(weight.shape, cotangent.dtype) if wants_weight else None
-        back, grown = shard.pull(hidden, targets, lse, cotangent, owners, block, jnp.asarray(TEMPERATURE, cotangent.dtype), so_far)
+        back, grown = shard.pull(hidden, targets, lse, cotangent, owners, block, temperature, so_far)
         if wants_weight and weight.shape[0] == vocabulary:  # replicated: every owner has its tokens' part
             grown = owners.sum(grown - 1) + 1
         return logprobs, lse, back, grown
@@ -56,7 +57,8 @@ def head_program(count, vocabulary, features=D, dtype="float64", block=BLOCK, wa
     weight, tokens = placed(head, owners), owners.spec
     assert (weight == PartitionSpec(owners.axes)) == (vocabulary % count == 0)
     return jax.jit(jax.shard_map(
-        run, mesh=mesh, in_specs=(weight, tokens, tokens, tokens), out_specs=(tokens, tokens, tokens, weight), check_vma=False))
+        run, mesh=mesh, in_specs=(weight, tokens, tokens, tokens), out_specs=(tokens, tokens, tokens, weight),
+        check_vma=False))
 
 
 def plain(weight, hidden, targets):
@@ -125,6 +127,13 @@ def test_bfloat16_is_reduced_in_float32(count):
     flat, *_ = program(jnp.zeros_like(weight), hidden, targets, zeros)
     np.testing.assert_allclose(flat, -np.log(vocabulary), rtol=1e-6)  # bfloat16 has 8.3125 and 8.375 beside 8.3178
 
+    rng = np.random.default_rng(5)
+    weight, hidden = (jnp.asarray(rng.normal(size=x.shape), jnp.bfloat16) for x in (weight, hidden))
+    given, *_ = program(weight, hidden, targets, zeros)
+    scores = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T / TEMPERATURE
+    wanted = scores[:, 1500] - np.log(np.exp(scores).sum(-1))
+    np.testing.assert_allclose(given, wanted, rtol=1e-5)  # logits rounded to bfloat16 would be off by 1e-2
+
 
 def test_no_token_by_vocabulary_buffer():
     """Temporary memory is one block's logits: flat in the number of tokens."""
@@ -170,7 +179,7 @@ def test_embedding(count, features):
     results = []
     for filler in (3, -7, 10**6):
         given = np.where(valid, ids, filler)
-        rows, grown = map(np.asarray, embedding_program(count, features)(*map(jnp.asarray, (table, given, valid, cotangent))))
+        rows, grown = map(np.asarray, embedding_program(count, features)(table, given, valid, cotangent))
         np.testing.assert_array_equal(rows[valid], table[ids[valid]])
         np.testing.assert_allclose(grown, wanted, rtol=1e-12, atol=1e-14)
         results.append(rows)

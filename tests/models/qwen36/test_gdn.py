@@ -19,8 +19,8 @@ from longstraw_jax.models.qwen36.spec import Qwen36Spec
 from longstraw_jax.sharding import Layout, Owners, make_mesh
 
 SPEC = Qwen36Spec(
-    vocab_size=32, hidden_size=12, intermediate_size=18, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-    linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=4, linear_value_head_dim=5)
+    vocab_size=32, hidden_size=12, intermediate_size=18, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
+    head_dim=8, linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=4, linear_value_head_dim=5)
 TOKENS, GRANULE, CHUNK, TAPS = 24, 4, 4, SPEC.linear_conv_kernel_dim
 OWNERS = (1, 2, 3, 6)
 STATE = {"S": (6, 4, 5), "tail": (TAPS - 1, SPEC.conv_channels)}
@@ -28,7 +28,7 @@ STATE = {"S": (6, 4, 5), "tail": (TAPS - 1, SPEC.conv_channels)}
 
 @pytest.fixture
 def layer(x64):
-    """One layer's parameters, and float64 for the test: random where a fresh model has constants, and keys so short that l2norm's epsilon shows."""
+    """One layer's parameters, none constant, and keys so short that l2norm's epsilon shows; float64 for the test."""
     model, rng = build(1), np.random.default_rng(0)
     abstract = model.abstract_parameters()[0]["gdn"]
 
@@ -53,8 +53,8 @@ def program(count):
     mesh, model = make_mesh(count), build(count)
     owners, layout = model.owners, Layout(model.owners, GRANULE)
     abstract = model.abstract_parameters()[0]["gdn"]
-    specs = jax.tree.map(lambda s: PartitionSpec(*s[2:]), parameters.specs(abstract), is_leaf=lambda x: isinstance(x, PartitionSpec))
-    replicated = jax.tree.map(lambda s: len(s) == 0, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    specs = parameters.map_parameters(lambda p: PartitionSpec(*p.spec[2:]), abstract)
+    replicated = parameters.map_parameters(lambda p: len(p.spec) == 0, abstract)
 
     def run(layer, x, state, length, out_bar, state_bar):
         segment = Segment(jnp.zeros(x.shape[0], int), jnp.int32(0), length, layout)
@@ -65,8 +65,8 @@ def program(count):
 
     tokens, heads = owners.spec, {"S": PartitionSpec(owners.axes), "tail": PartitionSpec(None, owners.axes)}
     return jax.jit(jax.shard_map(
-        run, mesh=mesh, in_specs=(specs, tokens, heads, PartitionSpec(), tokens, heads), out_specs=(tokens, heads, specs, tokens, heads),
-        check_vma=False))
+        run, mesh=mesh, in_specs=(specs, tokens, heads, PartitionSpec(), tokens, heads),
+        out_specs=(tokens, heads, specs, tokens, heads), check_vma=False))
 
 
 def drawn(seed=1):
@@ -77,7 +77,7 @@ def drawn(seed=1):
 
 
 def run(count, layer, x, state, length=TOKENS, out_bar=None, state_bar=None):
-    """`program` on tokens in the order of the sequence and one owner's tail; its results likewise, the tails as they come."""
+    """`program` on tokens in the order of the sequence and one owner's tail; results likewise, but tails as they come."""
     layout, shards = Layout(build(count).owners, GRANULE), HeadShards(SPEC, count)
 
     def deal(x):
@@ -88,7 +88,8 @@ def run(count, layer, x, state, length=TOKENS, out_bar=None, state_bar=None):
 
     out_bar = jnp.zeros(x.shape) if out_bar is None else out_bar
     state_bar = jax.tree.map(jnp.zeros_like, split(state)) if state_bar is None else state_bar
-    out, after, layer_bar, x_bar, before_bar = program(count)(layer, deal(x), split(state), jnp.int32(length), deal(out_bar), state_bar)
+    out, after, layer_bar, x_bar, before_bar = program(count)(
+        layer, deal(x), split(state), jnp.int32(length), deal(out_bar), state_bar)
     sequence = [np.asarray(layout.to_sequence(y.reshape(count, -1, y.shape[-1]))) for y in (out, x_bar)]
     return sequence[0], after, layer_bar, sequence[1], before_bar
 
