@@ -28,8 +28,8 @@ test: $(VENV)/.test  ## the test suite
 lint: $(VENV)/.lint  ## ruff over the whole tree
 	$(VENV)/bin/python -m ruff check $(ARGS) .
 
-bench: $(VENV)/.base  ## kernels and the step, timed on the devices at hand
-	$(VENV)/bin/longstraw bench $(ARGS)
+bench: $(VENV)/.test  ## a step against the conventional one in PyTorch, into benchmarks/results
+	$(VENV)/bin/python benchmarks/full_sequence.py $(ARGS)
 
 clean:  ## removes .venv and everything that builds and tests left behind
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
