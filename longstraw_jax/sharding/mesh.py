@@ -17,20 +17,25 @@ from longstraw_jax.errors import InputError
 
 AXES = ("context", "expert")
 
-def _cpu_client_threads(devices: int) -> int:
-    """Threads for the CPU client's pool, which devices and the pieces of their operators share.
 
-    By default there are as many as devices. When all devices but one wait in a collective, the last one's operators find no
-    thread to run on, and all wait for ever. A few more cure it; many more do not help but spin: with 32 threads for 4 devices
-    on 2 cores a step takes 20 times as long.
+def _reserve_threads(devices: int) -> None:
+    """Sizes the CPU client's thread pool, which devices and the pieces of their operators share.
+
+    By default it has as many threads as cores or devices. When all of them wait, in a collective or for pieces of an operator,
+    nothing is left to run what they wait for, and they wait for ever: seen with 8 devices on 2 cores, and with 1. A few more
+    cure it; many more only spin: with 32 threads for 4 devices on 2 cores a step takes 20 times as long.
     """
-    return max(os.cpu_count() or 1, devices + max(4, devices // 2))
+    threads = max((os.cpu_count() or 1) + 2, devices + max(4, devices // 2) if devices > 1 else 0)
+    given = os.environ.get("NPROC", "")
+    os.environ["NPROC"] = str(max(threads, int(given) if given.isdigit() else 0))  # read when the client starts
+
+
+_reserve_threads(1)
 
 
 def offer_cpu_devices(count: int) -> None:
     """Has JAX show `count` CPU devices where it finds no accelerator. No effect once JAX has started."""
-    if count > 1:
-        os.environ.setdefault("NPROC", str(_cpu_client_threads(count)))  # read when the client starts
+    _reserve_threads(count)
     with contextlib.suppress(RuntimeError):  # JAX has started
         jax.config.update("jax_num_cpu_devices", count)
 
