@@ -44,7 +44,7 @@ def _preamble(result: dict) -> list[str]:
     packages = ", ".join(f"{name} {m[name]}" for name in ("jax", "torch", "transformers", "peft"))
     return [
         "# One GRPO step on a long prompt, on one CPU device", "",
-        f"{m['cpu']}, {m['cores']} cores ({m['threads']} threads used), {m['memory_gib']} GiB; Python {m['python']}, "
+        f"{m['cpu']}, {m['cores']} cores of which {m['threads']} are used, {m['memory_gib']} GiB; Python {m['python']}, "
         f"{packages}; {m['date']}.", "",
         f"Qwen3.6's layer pattern in float32: {shape}. LoRA rank {result['rank']} on every linear layer of the blocks, "
         f"AdamW, random tokens, {result['rows'][0]['response']} tokens a response.", "",

@@ -25,10 +25,10 @@ def capture_program(model: Model, mesh: Mesh) -> StageProgram:
     """(trainable, frozen, rows, recurrent, ids [chunk], start, length) -> (rows, recurrent); the state is donated."""
 
     def chunk(trainable, frozen, rows, recurrent, ids, start, length):
-        branch = Branch(None, Pages(rows, jnp.int32(0), start), recurrent)
+        branch = Branch(None, Pages.of(rows, jnp.int32(0), start), recurrent)
         segment = Segment(ids, start, length, Layout(model.owners, model.sizes.page))
         branch, _, _ = model.extend(trainable, frozen, branch, segment)
-        return branch.own.rows, branch.recurrent
+        return branch.own.paged(), branch.recurrent
 
     trainable, frozen = map(parameters.specs, model.abstract_parameters())
     state = (dict.fromkeys(model.abstract_rows(1, 1), rows_spec(model)), model.abstract_recurrent()[1])

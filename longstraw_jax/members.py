@@ -106,10 +106,10 @@ def _power_of_two(n: int) -> int:
 
 
 def pack(
-    model: Model, state: ResidentState, responses: Sequence[Response], *, old: Sequence[np.ndarray] | None = None,
+    model: Model, last_token: int, responses: Sequence[Response], *, old: Sequence[np.ndarray] | None = None,
     reference: Sequence[np.ndarray] | None = None, advantages: np.ndarray | None = None, weights: np.ndarray | None = None,
 ) -> Members:
-    """Host arrays of a group. `old` None: the old policy is the present one."""
+    """Host arrays of a group after a prompt that ends in `last_token`. `old` None: the old policy is the present one."""
     blocks, block = bucket(model, max(len(r.ids) for r in responses))
     dtype = np.dtype(statistics_dtype(model.dtype))
 
@@ -122,7 +122,7 @@ def pack(
     group = len(responses)
     nothing = [()] * group
     return Members(
-        ids=padded([[state.last_token, *r.ids[:-1]] for r in responses], np.int32),
+        ids=padded([[last_token, *r.ids[:-1]] for r in responses], np.int32),
         targets=padded([r.ids for r in responses], np.int32),
         mask=padded([r.mask for r in responses], bool),
         old=padded(nothing if old is None else old, dtype),
@@ -145,7 +145,7 @@ def members_program(model: Model, mesh: Mesh) -> StageProgram:
     replicated = jax.tree.map(lambda s: len(s) == 0, specs[0], is_leaf=lambda x: isinstance(x, PartitionSpec))
 
     def group(trainable, frozen, gradient, rows, recurrent, boundary, members, settings, backward):
-        walk = _Walk(model, trainable, frozen, Pages(rows, jnp.int32(0), boundary), recurrent, settings, backward)
+        walk = _Walk(model, trainable, frozen, Pages.of(rows, jnp.int32(0), boundary), recurrent, settings, backward)
         # parts of replicated parameters' gradients are summed over the owners at the end; what came in must count once
         first = model.owners.index() == 0
         gradient = jax.tree.map(lambda g, r: jnp.where(first, g, 0) if r else g, gradient, replicated)
@@ -176,8 +176,8 @@ class _Walk:
         blocks, per_owner = m.ids.shape
         wide = statistics_dtype(self.model.dtype)
         rows = self.model.abstract_rows(blocks * self.model.owners.count, per_owner)
-        rows = {name: jnp.zeros((s.shape[0], blocks, *s.shape[2:]), s.dtype) for name, s in rows.items()}
-        branch = Branch(self.prompt, Pages(rows, self.prompt.length, jnp.int32(0)), self.recurrent)
+        rows = {name: jnp.zeros((s.shape[0], blocks * per_owner, *s.shape[3:]), s.dtype) for name, s in rows.items()}
+        branch = Branch(self.prompt, Pages(rows, self.prompt.length, jnp.int32(0), per_owner), self.recurrent)
         used = -(-m.length // (per_owner * self.model.owners.count))
 
         branch, entries, logprobs, lse, kept = self._up(m, branch, used)

@@ -54,7 +54,8 @@ def replay(
     for name, rows in (("old", old), ("reference", reference)):
         _check_lengths(name, rows, group)
     weights = member_weights([group], objective.normalisation)[0] if weights is None else weights
-    members = pack(policy.model, state, group.responses, old=old, reference=reference, advantages=group.advantages, weights=weights)
+    members = pack(
+        policy.model, state.last_token, group.responses, old=old, reference=reference, advantages=group.advantages, weights=weights)
     gradient = zero_gradient(policy) if gradient is None else gradient
     gradient, logprobs, losses = run_members(policy, state, members, gradient, objective, backward=True)
     logprobs = unpack(logprobs, group.responses)

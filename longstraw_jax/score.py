@@ -23,7 +23,7 @@ def score(policy: Policy, state: ResidentState, responses: Sequence[Response], *
     if not responses:
         raise InputError("no responses to score; wanted at least one")
     state.check(policy)
-    members = pack(policy.model, state, responses)
+    members = pack(policy.model, state.last_token, responses)
     objective = ObjectiveConfig(temperature=temperature)
     _, logprobs, _ = run_members(policy, state, members, zero_gradient(policy), objective, backward=False)
     return unpack(logprobs, responses)

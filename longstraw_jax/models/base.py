@@ -65,18 +65,30 @@ class Segment:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Pages:
-    """What the attention layers keep of a stretch of tokens. Append-only; slot layout as in `sharding.Layout`."""
+    """What the attention layers keep of a stretch of tokens. Append-only; slot layout as in `sharding.Layout`.
 
-    rows: dict[str, Float[Array, "L granules granule ..."]]
-    """One row a token and attention layer, by the family's names (keys and values, or a latent)."""
+    Granules lie one after the other in one dimension. They are split apart only at a program's edges: a reshape inside a loop
+    makes XLA keep the buffer in both shapes, and copy it.
+    """
+
+    rows: dict[str, Float[Array, "L S ..."]]
+    """One row a slot and attention layer, by the family's names (keys and values, or a latent)."""
     start: Int[Array, ""]
     """Position of the first row."""
     length: Int[Array, ""]
     """Rows that are real, over all owners."""
+    granule: int = static_field()
+    """Consecutive tokens that an owner holds in a row: a page, or its part of a block."""
 
-    @property
-    def granule(self) -> int:
-        return next(iter(self.rows.values())).shape[2]
+    @classmethod
+    def of(cls, paged: dict[str, Float[Array, "L granules granule ..."]], start: Int[Array, ""], length: Int[Array, ""]) -> Pages:
+        """From the form that states have between programs."""
+        granule = next(iter(paged.values())).shape[2]
+        return cls({name: x.reshape(x.shape[0], -1, *x.shape[3:]) for name, x in paged.items()}, start, length, granule)
+
+    def paged(self) -> dict[str, Float[Array, "L granules granule ..."]]:
+        """The inverse of `of`."""
+        return {name: x.reshape(x.shape[0], -1, self.granule, *x.shape[2:]) for name, x in self.rows.items()}
 
 
 @jax.tree_util.register_dataclass

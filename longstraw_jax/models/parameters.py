@@ -6,6 +6,7 @@ import functools
 import itertools
 import zlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +45,17 @@ def count(tree: Tree) -> int:
 
 def zeros(shapes: Tree, placements: Tree, mesh: Mesh) -> Tree:
     """Zero arrays, made where they live. `placements` are partition specs."""
-    where = jax.tree.map(lambda s: NamedSharding(mesh, s), placements, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), out_shardings=where)()
+    leaves, tree = jax.tree.flatten(shapes)
+    where = jax.tree.leaves(placements, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return _zeros_program(tuple((s.shape, s.dtype) for s in leaves), tree, tuple(NamedSharding(mesh, s) for s in where))()
+
+
+@functools.cache
+def _zeros_program(shapes: tuple, tree: Any, where: tuple) -> Callable[[], Tree]:
+    def make():
+        return jax.tree.unflatten(tree, [jnp.zeros(*s) for s in shapes])
+
+    return jax.jit(make, out_shardings=jax.tree.unflatten(tree, where))
 
 
 def first_value(parameter: Parameter, mesh: Mesh, seed: int) -> jax.Array:

@@ -42,7 +42,7 @@ class KeyValues:
 
     @classmethod
     def of(cls, pages: Pages, layer: jax.Array, owners: Owners, keys: int) -> KeyValues:
-        k, v = flat(pages.rows["k"]), flat(pages.rows["v"])
+        k, v = pages.rows["k"], pages.rows["v"]
         block = largest_divisor(k.shape[1], keys)
         return cls(k, v, layer, pages.start, pages.length, Layout(owners, pages.granule), block)
 
@@ -70,11 +70,6 @@ class KeyValues:
         x = jnp.einsum("kgqd,skd->kgqs", q, k, preferred_element_type=statistics_dtype(q.dtype)) * q.shape[-1] ** -0.5
         visible = (offsets[None] < self.length) & (self.start + offsets[None] <= positions[:, None])
         return jnp.where(visible, x, -jnp.inf), k
-
-
-def flat(rows: Float[Array, "L granules granule *row"]) -> Float[Array, "L S *row"]:
-    """Pages as one run of slots. A view: nothing moves."""
-    return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
 
 
 def attend(
@@ -128,7 +123,7 @@ def pull_attend(
 ) -> tuple[Float[Array, "T H D"], list[tuple[Array, Array] | None]]:
     """The transpose of `attend`: (cotangent of q, `gradients` with the cotangents of each source's k and v added).
 
-    `gradients` are flat page buffers [L, S, KV, D] in the statistics dtype, or None for a source that takes none.
+    `gradients` are buffers [L, S, KV, D] in the statistics dtype, or None for a source that takes none.
     """
     tile = largest_divisor(q.shape[0], sizes.queries)
     owners, groups = segment.owners, _Groups.of(q, sources)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from longstraw_jax.models.base import Branch, BranchCotangent, Pages, Segment, Tree
-from longstraw_jax.models.layers.paged_attention import KeyValues, attend, flat, pull_attend
+from longstraw_jax.models.layers.paged_attention import KeyValues, attend, pull_attend
 from longstraw_jax.models.layers.stacked import add_entry, entry, read, set_entry, write
 from longstraw_jax.models.qwen36.attention import Projections
 
@@ -40,7 +40,7 @@ def extend(model: Qwen36Model, trainable: Tree, frozen: Tree, branch: Branch, se
         x, (inputs, recurrent) = lax.scan(gdn, x, (trainable["gdn"], frozen["gdn"], recurrent))
         attention = model.bind("attention", trainable["attention"], frozen["attention"])
         q, gate, k, v = attention.project(x, segment)
-        rows = {name: _write(rows[name], y, layer, first_slot) for name, y in (("k", k), ("v", v))}
+        rows = {name: write(rows[name], y[None], (layer, first_slot)) for name, y in (("k", k), ("v", v))}
         own = dataclasses.replace(branch.own, rows=rows, length=length)
         out, lse = attend(q, segment, _sources(model, branch.prefix, own, layer), model.sizes)
         kept = {"gdn": inputs, "attention": x, "out": out, "lse": lse}
@@ -105,7 +105,7 @@ class _Down:
         finish_bar, x_bar, out_bar, gate_bar = pull_finish(x_bar)
 
         sources = _sources(self.model, self.branch.prefix, self.branch.own, i)
-        buffers = [rows and (flat(rows["k"]), flat(rows["v"])) for rows in _rows(self.branch.prefix, cotangent)]
+        buffers = [rows and (rows["k"], rows["v"]) for rows in _rows(self.branch.prefix, cotangent)]
         q_bar, buffers = pull_attend(q, out, lse, out_bar, self.segment, sources, buffers, self.model.sizes)
         cotangent = _with_rows(self.branch.prefix, cotangent, buffers)
         # the segment's own rows, after every later query and this segment's have added to them
@@ -131,7 +131,7 @@ class _Down:
 
     def _read(self, rows, like, i):
         slot = (self.segment.start - self.branch.own.start) // self.model.owners.count
-        return read(flat(rows), (i, slot), (1, *like.shape))[0].astype(like.dtype)
+        return read(rows, (i, slot), (1, *like.shape))[0].astype(like.dtype)
 
 
 def _sources(model: Qwen36Model, prefix: Pages | None, own: Pages, layer) -> list[KeyValues]:
@@ -144,12 +144,6 @@ def _rows(prefix: Pages | None, cotangent: BranchCotangent) -> list[dict | None]
 
 
 def _with_rows(prefix: Pages | None, cotangent: BranchCotangent, buffers) -> BranchCotangent:
-    """The inverse of `_rows`, back in the pages' shape."""
-    rows = [like and {name: x.reshape(like[name].shape) for name, x in zip(("k", "v"), buffer, strict=True)}
-            for like, buffer in zip(_rows(prefix, cotangent), buffers, strict=True)]
+    """The inverse of `_rows`."""
+    rows = [buffer and dict(zip(("k", "v"), buffer, strict=True)) for buffer in buffers]
     return dataclasses.replace(cotangent, own=rows[-1], prefix=None if prefix is None else rows[0])
-
-
-def _write(rows: jax.Array, x: jax.Array, layer, slot) -> jax.Array:
-    """Rows [L, granules, granule, ...] with the segment's x [T, ...] written from `slot` on."""
-    return write(flat(rows), x[None], (layer, slot)).reshape(rows.shape)

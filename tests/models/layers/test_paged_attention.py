@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from longstraw_jax.config import BlockSizes
 from longstraw_jax.models.base import Pages, Segment
-from longstraw_jax.models.layers.paged_attention import KeyValues, attend, flat, pull_attend
+from longstraw_jax.models.layers.paged_attention import KeyValues, attend, pull_attend
 from longstraw_jax.sharding import Layout, Owners, make_mesh
 
 HEADS, KV, D, LAYERS, LAYER = 6, 2, 5, 2, 1
@@ -90,15 +90,15 @@ def program(case):
         return rows.reshape(LAYERS, -1, granule, KV, D)
 
     def run(q, q_bar, prefix, own, lengths):
-        own_pages = Pages({n: granules(own[n], GRANULE) for n in NAMES}, lengths["prefix"], lengths["after"])
-        prefix_pages = Pages({n: granules(prefix[n], PAGE) for n in NAMES}, jnp.int32(0), lengths["prefix"])
+        own_pages = Pages.of({n: granules(own[n], GRANULE) for n in NAMES}, lengths["prefix"], lengths["after"])
+        prefix_pages = Pages.of({n: granules(prefix[n], PAGE) for n in NAMES}, jnp.int32(0), lengths["prefix"])
         start, length = lengths["prefix"] + lengths["before"], lengths["after"] - lengths["before"]
         segment = Segment(jnp.zeros(GRANULE, int), start, length, block_layout)
         pages = [own_pages] if case.prefix == "none" else [prefix_pages, own_pages]
         sources = [KeyValues.of(p, jnp.int32(LAYER), block_layout.owners, case.keys) for p in pages]
         out, lse = attend(q, segment, sources, sizes)
         # the buffers hold something already, as in the middle of a walk
-        buffers = [tuple(jnp.ones_like(flat(p.rows[n])) for n in NAMES) for p in pages]
+        buffers = [tuple(jnp.ones_like(p.rows[n]) for n in NAMES) for p in pages]
         if case.prefix == "fixed":
             buffers[0] = None
         return out, lse, *pull_attend(q, out, lse, q_bar, segment, sources, buffers, sizes)
@@ -214,7 +214,7 @@ def test_bfloat16_statistics_are_float32(mesh, per_owner):
     block_layout = case.layouts[1]
     rows = {n: stack(block_layout, x, lengths.after).astype(jnp.bfloat16) for n, x in own.items()}
     rows = {n: x.reshape(LAYERS, -1, GRANULE, KV, D) for n, x in rows.items()}
-    pages = Pages(rows, jnp.int32(0), jnp.int32(lengths.after))
+    pages = Pages.of(rows, jnp.int32(0), jnp.int32(lengths.after))
     segment = Segment(jnp.zeros(GRANULE, int), jnp.int32(lengths.before), jnp.int32(GRANULE), block_layout)
 
     def run(q, pages, segment):
