@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from longstraw_jax.config import BlockSizes, LoraConfig, OptimizerConfig
 from longstraw_jax.loading import load_policy, to_weights
 from longstraw_jax.models import parameters
-from longstraw_jax.models.base import Parameter, Tree
+from longstraw_jax.models.base import Parameter
 from longstraw_jax.policy import Policy
 from longstraw_jax.transaction import Transaction
 from longstraw_jax.types import Group, Response

@@ -7,14 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import jax
 import numpy as np
 
 from longstraw_jax.capture import capture, capture_program
 from longstraw_jax.config import ObjectiveConfig, OptimizerConfig
 from longstraw_jax.errors import InputError
 from longstraw_jax.members import members_program
-from longstraw_jax.models.base import Tree
 from longstraw_jax.objective import member_weights
 from longstraw_jax.policy import Policy
 from longstraw_jax.receipts import Receipt, Stage, parameter_bytes

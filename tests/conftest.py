@@ -7,10 +7,10 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TRANSFOR
 # Compiling is what the suite costs on two cores; the machine code of its tiny shapes need not be fast.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 
-import jax  # noqa: E402
-import jaxtyping  # noqa: E402
-import pytest  # noqa: E402
-from beartype.roar import BeartypeDecorHintPep585DeprecationWarning  # noqa: E402
+import jax
+import jaxtyping
+import pytest
+from beartype.roar import BeartypeDecorHintPep585DeprecationWarning
 
 # Before the package is imported. The numeric tower is PEP 484's: an int does where a float is wanted.
 jaxtyping.install_import_hook("longstraw_jax", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")

@@ -1,13 +1,12 @@
 """Capture, scoring and replay against conventional autodiff over whole sequences, in float64."""
 
-import dataclasses
 
-import engine_case as case
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import engine_case as case
 from longstraw_jax.capture import capture
 from longstraw_jax.config import NORMALISATIONS, BlockSizes, ObjectiveConfig, OptimizerConfig
 from longstraw_jax.errors import InputError

@@ -1,11 +1,11 @@
 """What the compiled programs hold: independent of the group, linear in the response's and the prompt's own state."""
 
-import engine_case as case
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import engine_case as case
 from longstraw_jax.capture import capture_program
 from longstraw_jax.config import ObjectiveConfig
 from longstraw_jax.members import members_program, pack

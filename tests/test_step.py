@@ -8,7 +8,6 @@ import peft
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from torch_reference import build_tiny_qwen, load_torch, response_step
 
 from longstraw_jax.capture import capture
 from longstraw_jax.cli import main
@@ -20,6 +19,7 @@ from longstraw_jax.models.adapters import read_adapter
 from longstraw_jax.models.registry import make_model, named_spec, spec_of_config
 from longstraw_jax.score import score
 from longstraw_jax.sharding import Owners, make_mesh
+from torch_reference import build_tiny_qwen, load_torch, response_step
 
 # other shapes than every other checkpoint here: three GDN layers to one, vocabulary that two devices do not divide
 SHAPES = dict(vocab_size=101, hidden_size=56, intermediate_size=72, num_hidden_layers=4, num_attention_heads=4,
@@ -184,5 +184,5 @@ def test_published_sizes_without_the_weights():
     assert parameters.count(frozen) == 26_895_998_464
     rows = model.abstract_rows(8, 64)
     assert sum(np.prod(x.shape) * 2 for x in rows.values()) == 65_536 * 8 * 64
-    assert spec_of_config({"model_type": "qwen3_5_text", **{k: v for k, v in vars(model.spec).items()}}) == model.spec
+    assert spec_of_config({"model_type": "qwen3_5_text", **vars(model.spec)}) == model.spec
     assert jax.tree.leaves(model.abstract_recurrent()[0])[0].dtype == np.float32

@@ -22,7 +22,8 @@ def note(text: str) -> None:
 def progress(title: str) -> Iterator:
     """A bar per stage on a terminal, nothing elsewhere; yields what `Transaction` calls with (stage, done, total)."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description:>10}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[unit]}"), TimeElapsedColumn())
+    columns = (TextColumn("{task.description:>10}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[unit]}"),
+               TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         tasks: dict[str, int] = {}
 
@@ -43,8 +44,10 @@ def print_receipt(receipt: Receipt) -> None:
         stages.add_column(column, justify="left" if column == "stage" else "right")
     for name, stage in receipt.stages.items():
         rate = stage.as_dict()["tokens_per_second"]
-        stages.add_row(name, f"{stage.seconds:.2f}", f"{stage.compile_seconds:.2f}", f"{stage.tokens:,}" if stage.tokens else "-",
-                       f"{rate:,.0f}" if rate and stage.tokens else "-", megabytes(stage.peak_device_bytes) if stage.peak_device_bytes else "-")
+        stages.add_row(
+            name, f"{stage.seconds:.2f}", f"{stage.compile_seconds:.2f}", f"{stage.tokens:,}" if stage.tokens else "-",
+            f"{rate:,.0f}" if rate and stage.tokens else "-",
+            megabytes(stage.peak_device_bytes) if stage.peak_device_bytes else "-")
     console.print(stages)
     parts = Table(title="held per device between the stages")
     for name in receipt.device_bytes:

@@ -62,7 +62,9 @@ class AttentionLayer(nnx.Module):
         q, k = (rotate_half_split(y, positions, spec.rotary_dim, spec.rope_theta) for y in (attn.q_norm(q), attn.k_norm(k)))
         return Projections(q, gate, k, v)
 
-    def finish(self, x: Float[Array, "T M"], out: Float[Array, "T H D"], gate: Float[Array, "T H D"], segment: Segment) -> Float[Array, "T M"]:
+    def finish(
+        self, x: Float[Array, "T M"], out: Float[Array, "T H D"], gate: Float[Array, "T H D"], segment: Segment
+    ) -> Float[Array, "T M"]:
         """Sigmoid gate, output projection, feed-forward block."""
         wide = statistics_dtype(x.dtype)
         gated = (out.astype(wide) * jax.nn.sigmoid(gate.astype(wide))).astype(x.dtype)

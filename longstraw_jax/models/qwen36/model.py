@@ -146,7 +146,8 @@ class Qwen36Model:
         lead = (spec.periods, spec.recurrent_per_period)
         heads = (spec.linear_num_value_heads, spec.linear_key_head_dim, spec.linear_value_head_dim)
         tail = (spec.linear_conv_kernel_dim - 1, self.owners.count * shards.channels)
-        shapes = {"S": jax.ShapeDtypeStruct(lead + heads, statistics_dtype(self.dtype)), "tail": jax.ShapeDtypeStruct(lead + tail, self.dtype)}
+        shapes = {"S": jax.ShapeDtypeStruct(lead + heads, statistics_dtype(self.dtype)),
+                  "tail": jax.ShapeDtypeStruct(lead + tail, self.dtype)}
         return shapes, {"S": PartitionSpec(None, None, self.owners.axes), "tail": PartitionSpec(None, None, None, self.owners.axes)}
 
     def extend(self, trainable, frozen, branch, segment):

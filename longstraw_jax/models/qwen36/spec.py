@@ -86,7 +86,8 @@ def spec_from_hf(config: dict) -> Qwen36Spec:
     for f in fields(Qwen36Spec):
         wanted = (int,) if f.type == "int" else (int, float)
         if not isinstance(values[f.name], wanted) or isinstance(values[f.name], bool):
-            raise InputError(f"config.json field {f.name} is {values[f.name]!r}; wanted {'a whole number' if f.type == 'int' else 'a number'}")
+            kind = "a whole number" if f.type == "int" else "a number"
+            raise InputError(f"config.json field {f.name} is {values[f.name]!r}; wanted {kind}")
     return Qwen36Spec(**{f.name: values[f.name] for f in fields(Qwen36Spec)})
 
 
@@ -100,7 +101,8 @@ def _interval(text: dict) -> int | None:
     interval = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
     wanted = ["full_attention" if interval and (i + 1) % interval == 0 else "linear_attention" for i in range(len(kinds))]
     if not interval or kinds != wanted:
-        raise UnsupportedError(f"config.json layer_types {kinds} are not periodic; wanted linear_attention layers closed by a full_attention layer, repeated")
+        raise UnsupportedError(f"config.json layer_types {kinds} are not periodic; wanted linear_attention layers "
+                               "closed by a full_attention layer, repeated")
     return interval
 
 
