@@ -18,7 +18,7 @@ from longstraw_jax.policy import Policy
 from longstraw_jax.receipts import Receipt, Stage, parameter_bytes
 from longstraw_jax.replay import replay
 from longstraw_jax.score import score
-from longstraw_jax.state import ResidentState
+from longstraw_jax.state import ResidentState, prompt_digest
 from longstraw_jax.types import Group
 from longstraw_jax.update import init_optimizer, update
 
@@ -91,8 +91,6 @@ class Transaction:
             return score(reference, state, group.responses, temperature=self.objective.temperature)
 
     def _receipt(self, clock: _Clock, held: dict, loss: float, norm: float, figures: list[dict], updated: bool) -> Receipt:
-        from longstraw_jax.state import prompt_digest
-
         largest = max(self.groups, key=lambda g: len(g.prompt_ids) + max(len(r.ids) for r in g.responses))
         return Receipt(
             model=self.name, positions=len(largest.prompt_ids) + max(len(r.ids) for r in largest.responses),
