@@ -106,7 +106,7 @@ class TorchStep:
         self._gradient(prompt[:64], responses[:1], advantages[:1])
 
     def _gradient(self, prompt, responses, advantages) -> list:
-        from torch_reference import response_step
+        from longstraw_jax.conventional.pytorch import response_step
 
         self.optimizer.zero_grad(set_to_none=True)
         return response_step(self.model, prompt, responses, advantages, detach_prompt=False,

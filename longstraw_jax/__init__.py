@@ -2,6 +2,7 @@
 
 from longstraw_jax.capture import capture as capture
 from longstraw_jax.config import BlockSizes as BlockSizes
+from longstraw_jax.config import GradientConfig as GradientConfig
 from longstraw_jax.config import LoraConfig as LoraConfig
 from longstraw_jax.config import ObjectiveConfig as ObjectiveConfig
 from longstraw_jax.config import OptimizerConfig as OptimizerConfig
@@ -18,6 +19,7 @@ from longstraw_jax.score import score as score
 from longstraw_jax.sharding import fake_cpu_devices as fake_cpu_devices
 from longstraw_jax.sharding import make_mesh as make_mesh
 from longstraw_jax.state import ResidentState as ResidentState
+from longstraw_jax.sweep import sweep as sweep
 from longstraw_jax.tokenizer import load_tokenizer as load_tokenizer
 from longstraw_jax.transaction import Transaction as Transaction
 from longstraw_jax.types import Group as Group

@@ -11,13 +11,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
+from longstraw_jax.config import GradientConfig
 from longstraw_jax.errors import InputError
 from longstraw_jax.models import parameters
-from longstraw_jax.models.base import Branch, Model, Pages, Segment
+from longstraw_jax.models.base import Branch, Model, Pages, Segment, Tree
 from longstraw_jax.policy import Policy
 from longstraw_jax.programs import StageProgram
 from longstraw_jax.sharding import Layout
-from longstraw_jax.state import Fingerprint, ResidentState, empty_state, page_count, rows_spec
+from longstraw_jax.state import EntryStates, Fingerprint, ResidentState, empty_state, page_count, rows_spec
 
 
 @functools.cache
@@ -48,7 +49,7 @@ def paged_order(ids: np.ndarray, layout: Layout) -> np.ndarray:
 
 
 def capture(
-    policy: Policy, prompt_ids: Int[np.ndarray, "P"], *, capacity: int | None = None,
+    policy: Policy, prompt_ids: Int[np.ndarray, "P"], *, capacity: int | None = None, gradient: str | GradientConfig = "response",
     progress: Callable[[int, int], None] | None = None,
 ) -> ResidentState:
     """Evaluates positions 0 .. P-2 of a prompt and keeps what later tokens need (DESIGN: z_P). No autograd, no logits.
@@ -57,10 +58,10 @@ def capture(
       policy: model, mesh and parameters.
       prompt_ids: token ids, P >= 2; the last one is kept for the responses' first input.
       capacity: positions to make room for, at least P - 1; prompts captured with the same capacity share their programs.
+      gradient: what the state will be used for. "full" also keeps the recurrent state at the chunks' entries, for `sweep`.
       progress: called with (positions done, P - 1) after every chunk.
 
-    Raises:
-      InputError: a prompt of 0 or 1 token, ids outside the vocabulary, a capacity below P - 1.
+    Raises InputError for ids that are no tokens of the model, for a prompt of one token and for a capacity below the prompt's.
     """
     model, mesh = policy.model, policy.mesh
     prompt_ids = _checked(prompt_ids, model.vocabulary)
@@ -68,19 +69,37 @@ def capture(
     capacity = tokens if capacity is None else capacity
     if capacity < tokens:
         raise InputError(f"capacity of {capacity} positions for a prompt of {tokens + 1} tokens; wanted at least {tokens}")
-    chunk, layout = chunk_tokens(model, capacity), Layout(model.owners, model.sizes.page)
+    gradient = GradientConfig.of(gradient)
+    chunk, entries = chunk_tokens(model, capacity), {}
     # whole chunks, so that the last one has somewhere to write its padding
     rows, recurrent = empty_state(model, mesh, page_count(model, -(-capacity // chunk) * chunk))
-    program, sharding = capture_program(model, mesh), NamedSharding(mesh, model.owners.spec)
+    program = capture_program(model, mesh)
     for start in range(0, tokens, chunk):
-        length = min(chunk, tokens - start)
-        ids = np.pad(prompt_ids[start : start + length], (0, chunk - length))
-        ids = jax.make_array_from_callback((chunk,), sharding, paged_order(ids, layout).__getitem__)
+        if min(start + chunk, tokens) > gradient.reach(tokens):
+            entries[start] = _kept(recurrent, gradient.entry_states)
+        ids, length = chunk_ids(policy, prompt_ids, start, chunk)
         rows, recurrent = program(policy.trainable, policy.frozen, rows, recurrent, ids, jnp.int32(start), jnp.int32(length))
         jax.block_until_ready(recurrent)  # one chunk in flight: queued programs would each hold their inputs
         if progress:
             progress(start + length, tokens)
-    return ResidentState(rows, recurrent, tokens, int(prompt_ids[-1]), Fingerprint.of(policy, prompt_ids))
+    return ResidentState(rows, recurrent, tokens, int(prompt_ids[-1]), Fingerprint.of(policy, prompt_ids),
+                         EntryStates(chunk, entries) if entries else None)
+
+
+def chunk_ids(policy: Policy, prompt_ids: np.ndarray, start: int, chunk: int) -> tuple[jax.Array, int]:
+    """(padded ids [chunk] placed as the pages are, real tokens) of the prompt's chunk at `start`; the last token is no part of it."""
+    length = min(chunk, len(prompt_ids) - 1 - start)
+    ids = np.pad(np.asarray(prompt_ids[start : start + length], np.int32), (0, chunk - length))
+    ids = paged_order(ids, Layout(policy.model.owners, policy.model.sizes.page))
+    sharding = NamedSharding(policy.mesh, policy.model.owners.spec)
+    return jax.make_array_from_callback((chunk,), sharding, ids.__getitem__), length
+
+
+def _kept(recurrent: Tree, where: str) -> Tree:
+    """A copy that outlives the program which the original is donated to."""
+    if where == "host":
+        return jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), recurrent)
+    return jax.tree.map(jnp.copy, recurrent)
 
 
 def _checked(prompt_ids: np.ndarray, vocabulary: int) -> np.ndarray:

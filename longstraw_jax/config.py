@@ -104,3 +104,47 @@ class OptimizerConfig:
         _require(0 <= self.weight_decay < math.inf, f"weight decay is {self.weight_decay}; wanted a finite number >= 0")
         _require(self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf,
                  f"max_grad_norm is {self.max_grad_norm}; wanted a finite number > 0, or none")
+
+
+GRADIENTS = ("response", "full")
+
+
+@dataclass(frozen=True)
+class GradientConfig:
+    """Which tokens the loss is differentiated through.
+
+    `kind`: `response` holds the prompt's state fixed (LongStraw, 2026); `full` is the gradient of the whole sequence's loss.
+    `prompt_gradient_window`: with `full`, go back through this many captured positions only and hold the state before them
+    fixed; None goes back to the prompt's beginning. `measure_cosine`: also report the cosine of the gradient that is used to
+    the full one; that costs a full sweep and a second cotangent of the state. `entry_states`: where the recurrent states at the
+    chunks' entries wait for the sweep, "device" or "host".
+    """
+
+    kind: str = "response"
+    prompt_gradient_window: int | None = None
+    measure_cosine: bool = False
+    entry_states: str = "device"
+
+    def __post_init__(self):
+        window = self.prompt_gradient_window
+        _require(self.kind in GRADIENTS, f"gradient is {self.kind!r}; wanted one of {', '.join(GRADIENTS)}")
+        _require(window is None or isinstance(window, int) and window >= 0,
+                 f"prompt_gradient_window is {window!r}; wanted a whole number of positions >= 0, or none")
+        _require(window is None or self.kind == "full",
+                 f"prompt_gradient_window is {window} and gradient is {self.kind!r}; wanted gradient 'full' with a window")
+        _require(self.entry_states in ("device", "host"), f"entry_states is {self.entry_states!r}; wanted 'device' or 'host'")
+
+    @classmethod
+    def of(cls, given: str | GradientConfig) -> GradientConfig:
+        """A kind by its name stands for that kind without further options."""
+        return cls(given) if isinstance(given, str) else given
+
+    def fixed(self, captured: int) -> int:
+        """How many of the captured positions are held fixed."""
+        if self.kind == "response":
+            return captured
+        return 0 if self.prompt_gradient_window is None else max(0, captured - self.prompt_gradient_window)
+
+    def reach(self, captured: int) -> int:
+        """The first position that a sweep must come down to; `captured` where there is no sweep."""
+        return 0 if self.measure_cosine else self.fixed(captured)

@@ -2,7 +2,7 @@
 
 1 execution: the transaction completes. 2 response operators: captured and replayed log-probabilities against a plain forward
 pass over the whole sequence. 3 distributed update: replicas bitwise equal, and the update equal to one device's.
-4 full gradient: against conventional autodiff.
+4 full gradient: parameter by parameter against conventional autodiff and against PyTorch, the response gradient beside it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from longstraw_jax.capture import capture
 from longstraw_jax.config import BlockSizes, LoraConfig, OptimizerConfig
+from longstraw_jax.conventional.autodiff import autodiff_gradient
 from longstraw_jax.loading import load_policy, to_weights
 from longstraw_jax.models import parameters
 from longstraw_jax.models.base import Parameter
 from longstraw_jax.policy import Policy
+from longstraw_jax.replay import replay
+from longstraw_jax.sweep import sweep
 from longstraw_jax.transaction import Transaction
 from longstraw_jax.types import Group, Response
 from longstraw_jax.update import replicas_equal
 
 TOLERANCES = {"float64": 1e-9, "float32": 2e-4}
-"""Largest difference of log-probabilities, and relative difference of an update, that passes."""
-
-NOT_RUN = {"4": {"status": "not_run", "reason": "this version computes the response gradient only"}}
+"""Largest difference of log-probabilities, and relative difference of an update or a parameter's gradient, that passes."""
+PYTORCH_TOLERANCE, PYTORCH_COSINE = 1e-3, 0.99999
+"""Relative difference and cosine of every parameter's gradient to PyTorch's, which is float32 in any case."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,14 @@ class Case:
     group: Group
     dtype: str
     sizes: BlockSizes
-    lora: LoraConfig
+    lora: LoraConfig | None
+    """None: every parameter is trained."""
     seed: int = 0
 
     def policy(self, mesh: Mesh) -> Policy:
         """The model with a non-zero adapter: a fresh one (B = 0) would hide mistakes in half of its gradient."""
-        policy = load_policy(self.model, mesh, lora=self.lora, dtype=self.dtype, sizes=self.sizes, seed=self.seed)
+        policy = load_policy(self.model, mesh, lora=self.lora, trainable="lora" if self.lora else "all", dtype=self.dtype,
+                             sizes=self.sizes, seed=self.seed)
         return perturbed(policy, self.seed + 1)
 
 
@@ -71,15 +77,15 @@ def random_group(vocabulary: int, prompt: int, response: int, members: int, seed
 
 
 def verify(case: Case, note: Callable[[str], None] = lambda text: None) -> dict:
-    """Runs levels 1 to 3 and reports every level: {"levels": {"1": {"status": .., figures ..}, ..}}."""
+    """Runs and reports every level, with the full gradient: {"levels": {"1": {"status": .., figures ..}, ..}}."""
     runs = []
     for mesh in case.meshes:
         note(f"one step on mesh {_shown(mesh)}")
         runs.append(_Run.of(case, mesh))
     note("the plain forward pass over the whole sequences")
-    levels = {"1": _execution(runs), "2": _operators(case, runs), "3": _distributed(case, runs), **NOT_RUN}
+    levels = {"1": _execution(runs), "2": _operators(case, runs), "3": _distributed(case, runs), "4": _full_gradient(case, note)}
     return {"model": case.model, "dtype": case.dtype, "positions": runs[0].receipt.positions, "group": len(case.group.responses),
-            "gradient": "response", "levels": levels}
+            "gradient": "full", "levels": levels}
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ class _Run:
     @classmethod
     def of(cls, case: Case, mesh: Mesh) -> _Run:
         before = case.policy(mesh)
-        step = Transaction(before, [case.group], optimizer=OptimizerConfig("sgd", learning_rate=1.0), name=case.model)
+        step = Transaction(before, [case.group], optimizer=OptimizerConfig("sgd", learning_rate=1.0), gradient="full", name=case.model)
         receipt = step.step()
         return cls(mesh, before, step.policy, receipt, step.old[0])
 
@@ -135,6 +141,64 @@ def _distributed(case: Case, runs: list[_Run]) -> dict:
     passed = all(equal.values()) and max(difference.values()) <= TOLERANCES[case.dtype]
     return {"status": _status(passed), "replicas_bitwise_equal": equal, "max_relative_difference": difference,
             "compared_with": _shown(runs[0].mesh), "tolerance": TOLERANCES[case.dtype]}
+
+
+def _full_gradient(case: Case, note: Callable[[str], None]) -> dict:
+    """On the last mesh, whose programs the steps before have compiled."""
+    note("the gradient of the whole sequences by JAX's autodiff")
+    policy = case.policy(case.meshes[-1])
+    response, full = _gradients(policy, case.group)
+    autodiff = _compared(full, autodiff_gradient(policy, case.group)[1])
+    tolerance = TOLERANCES[case.dtype]
+    figures = {"autodiff": {**_summary(autodiff), "tolerance": tolerance}}
+    passed = figures["autodiff"]["max_relative_difference"] <= tolerance
+    note("the same by PyTorch and transformers")
+    pytorch = _pytorch(policy, case.group)
+    if isinstance(pytorch, str):
+        figures["pytorch"] = {"status": "not_run", "reason": pytorch}
+    else:
+        summary = _summary(_compared(full, pytorch))
+        figures["pytorch"] = {**summary, "tolerance": PYTORCH_TOLERANCE, "least_cosine": PYTORCH_COSINE}
+        passed &= summary["max_relative_difference"] <= PYTORCH_TOLERANCE and summary["min_cosine"] >= PYTORCH_COSINE
+    together = (np.concatenate([x[name].ravel() for name in full]) for x in (response, full))
+    figures["response"] = {**_summary(_compared(response, full)), "cosine": _cosine(*together)}
+    return {"status": _status(passed), "compared_on": _shown(policy.mesh), **figures, "parameters": autodiff}
+
+
+def _gradients(policy: Policy, group: Group) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """(response gradient, full gradient) by checkpoint name."""
+    abstract = policy.model.abstract_parameters()[0]
+    state = capture(policy, group.prompt_ids, gradient="full")
+    replayed = replay(policy, state, group, gradient="full")
+    response = parameters.to_host(replayed.gradient, abstract)
+    return response, parameters.to_host(sweep(policy, state, group.prompt_ids, replayed).gradient, abstract)
+
+
+def _pytorch(policy: Policy, group: Group) -> dict[str, np.ndarray] | str:
+    """PyTorch's gradient, or why there is none."""
+    try:
+        from longstraw_jax.conventional.pytorch import pytorch_gradient
+    except ImportError as error:
+        return f"{error.name or error} is not installed; pip install torch 'transformers>=5.24'"
+    return pytorch_gradient(policy, group)
+
+
+def _compared(gradient: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> list[dict]:
+    """A row per parameter, the farthest first."""
+    rows = [{"parameter": name, "relative_difference": _relative(gradient[name], x), "cosine": _cosine(gradient[name], x),
+             "max_deviation": float(np.abs(gradient[name] - x).max())} for name, x in wanted.items()]
+    return sorted(rows, key=lambda row: -row["relative_difference"])
+
+
+def _summary(rows: list[dict]) -> dict:
+    return {"max_relative_difference": max(row["relative_difference"] for row in rows), "min_cosine": min(row["cosine"] for row in rows),
+            "max_deviation": max(row["max_deviation"] for row in rows), "worst": rows[:5]}
+
+
+def _cosine(x: np.ndarray, y: np.ndarray) -> float:
+    """1 where both are 0, 0 where one is."""
+    norms = np.linalg.norm(x) * np.linalg.norm(y)
+    return float(np.vdot(x, y) / norms) if norms else float(not x.any() and not y.any())
 
 
 def _relative(x: np.ndarray, wanted: np.ndarray) -> float:

@@ -6,7 +6,8 @@ numbers that replay computes, and the first on-policy ratio is exactly 1.
 A member's inputs are [prompt[-1], r_1 .. r_{R-1}] at positions P-1 .. P+R-2 and its targets r_1 .. r_R. It is cut into
 blocks. Forward, only each block's entry state is kept (the recurrent part; rows are append-only). Backward, the blocks come in
 reverse: each is run again, and the cotangents of its log-probabilities, of its rows and of its exit state are pulled through.
-The gradient accumulator is the carry of the scan over members: their number is a trip count, never a memory multiplier.
+What is pulled out of the first block is the member's cotangent of the prompt's state: dropped, or summed for the prompt sweep.
+The accumulators are the carry of the scan over members: their number is a trip count, never a memory multiplier.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from longstraw_jax.config import ObjectiveConfig
+from longstraw_jax.gradients import grown
 from longstraw_jax.models import parameters
 from longstraw_jax.models.base import Branch, BranchCotangent, Model, Pages, Segment, Tree
 from longstraw_jax.models.layers.numerics import statistics_dtype
@@ -32,7 +34,7 @@ from longstraw_jax.objective import loss_and_slope, settings_of
 from longstraw_jax.policy import Policy
 from longstraw_jax.programs import StageProgram
 from longstraw_jax.sharding import Layout
-from longstraw_jax.state import ResidentState, rows_spec
+from longstraw_jax.state import ResidentState, StateCotangent, rows_spec
 from longstraw_jax.types import Response
 
 Leaf = Any
@@ -70,26 +72,34 @@ class Members:
                       for f in dataclasses.fields(cls)})
 
 
-def zero_gradient(policy: Policy) -> Tree:
-    """A fresh accumulator, shaped and placed as the trainable parameters."""
-    abstract = policy.model.abstract_parameters()[0]
-    return parameters.zeros(parameters.abstract_arrays(abstract, policy.mesh), parameters.specs(abstract), policy.mesh)
-
-
 def unpack(logprobs: jax.Array, responses: Sequence[Response]) -> list[np.ndarray]:
     """[G, N, B] -> one array [R_i] per response."""
     flat = np.asarray(logprobs).reshape(len(responses), -1)
     return [row[: len(r.ids)] for row, r in zip(flat, responses, strict=True)]
 
 
+class MembersResult(NamedTuple):
+    """What one call of the program gives."""
+
+    gradient: Tree
+    cotangent: StateCotangent | None
+    logprobs: jax.Array
+    """[G, N, B]"""
+    losses: jax.Array
+    """[G], weighted."""
+
+
 def run_members(
-    policy: Policy, state: ResidentState, members: Members, gradient: Tree, objective: ObjectiveConfig, *, backward: bool
-) -> tuple[Tree, jax.Array, jax.Array]:
-    """One call of the program: (gradient, log-probabilities [G, N, B], weighted losses [G])."""
+    policy: Policy, state: ResidentState, members: Members, gradient: Tree, objective: ObjectiveConfig, *, backward: bool,
+    cotangent: StateCotangent | None = None,
+) -> MembersResult:
+    """One call of the program. `gradient` and `cotangent`, the accumulators, are used up; without `cotangent` none is taken."""
     settings = settings_of(objective, statistics_dtype(policy.model.dtype))
-    return members_program(policy.model, policy.mesh)(
-        policy.trainable, policy.frozen, gradient, state.rows, state.recurrent, jnp.int32(state.length), members, settings,
-        jnp.int32(backward))
+    boundary = (cotangent.rows, cotangent.recurrent) if cotangent else ()
+    gradient, boundary, logprobs, losses = members_program(policy.model, policy.mesh, cotangent is not None)(
+        policy.trainable, policy.frozen, gradient, boundary, state.rows, state.recurrent, jnp.int32(state.length), members,
+        settings, jnp.int32(backward))
+    return MembersResult(gradient, StateCotangent(*boundary) if cotangent else None, logprobs, losses)
 
 
 def bucket(model: Model, longest: int) -> tuple[int, int]:
@@ -135,29 +145,50 @@ def pack(
 
 
 @functools.cache
-def members_program(model: Model, mesh: Mesh) -> StageProgram:
-    """(trainable, frozen, gradient, rows, recurrent, boundary, members, settings, backward)
-    -> (gradient, logprobs [G, N, B], losses [G]); the gradient accumulator is donated.
+def members_program(model: Model, mesh: Mesh, to_prompt: bool = False) -> StageProgram:
+    """(trainable, frozen, gradient, boundary, rows, recurrent, captured, members, settings, backward)
+    -> (gradient, boundary, logprobs [G, N, B], losses [G]); the accumulators `gradient` and `boundary` are donated.
 
-    `boundary` is the number of captured positions; `backward` 0 only scores, 1 adds the group's gradient.
+    `boundary` holds the cotangents of (rows, recurrent), or nothing unless `to_prompt`. `captured` is the number of captured
+    positions; `backward` 0 only scores, 1 adds the group's gradient.
     """
-    specs = [parameters.specs(tree) for tree in model.abstract_parameters()]
-    replicated = jax.tree.map(lambda s: len(s) == 0, specs[0], is_leaf=lambda x: isinstance(x, PartitionSpec))
 
-    def group(trainable, frozen, gradient, rows, recurrent, boundary, members, settings, backward):
-        walk = _Walk(model, trainable, frozen, Pages.of(rows, jnp.int32(0), boundary), recurrent, settings, backward)
-        # parts of replicated parameters' gradients are summed over the owners at the end; what came in must count once
-        first = model.owners.index() == 0
-        gradient = jax.tree.map(lambda g, r: jnp.where(first, g, 0) if r else g, gradient, replicated)
-        gradient, (logprobs, losses) = lax.scan(walk.member, gradient, members)
-        gradient = jax.tree.map(lambda g, r: model.owners.sum(g) if r else g, gradient, replicated)
-        return gradient, model.owners.gather(logprobs, axis=2), model.owners.sum(losses)
+    def group(trainable, frozen, gradient, boundary, rows, recurrent, captured, members, settings, backward):
+        prompt = Pages.of(rows, jnp.int32(0), captured)
+        walk = _Walk(model, trainable, frozen, prompt, recurrent, settings, backward)
+        if to_prompt:
+            boundary = Pages.of(boundary[0], prompt.start, captured).rows, boundary[1]
 
-    scalar = PartitionSpec()
+        def grow(gradient):
+            (gradient, after), figures = lax.scan(walk.member, (gradient, boundary), members)
+            return gradient, (after, figures)
+
+        gradient, (boundary, (logprobs, losses)) = grown(model, gradient, grow)
+        if to_prompt:
+            boundary = dataclasses.replace(prompt, rows=boundary[0]).paged(), boundary[1]
+        return gradient, boundary, model.owners.gather(logprobs, axis=2), model.owners.sum(losses)
+
+    scalar, specs = PartitionSpec(), [parameters.specs(tree) for tree in model.abstract_parameters()]
     state = (dict.fromkeys(model.abstract_rows(1, 1), rows_spec(model)), model.abstract_recurrent()[1])
+    boundary = state if to_prompt else ()
     settings = dict.fromkeys(("clip_low", "clip_high", "kl_beta", "temperature"), scalar)
-    ins = (specs[0], specs[1], specs[0], *state, scalar, Members.specs(model.owners.axes), settings, scalar)
-    return StageProgram(group, mesh, ins, (specs[0], scalar, scalar), donate=(2,))
+    ins = (specs[0], specs[1], specs[0], boundary, *state, scalar, Members.specs(model.owners.axes), settings, scalar)
+    return StageProgram(group, mesh, ins, (specs[0], boundary, scalar, scalar), donate=(2, 3))
+
+
+class _Up(NamedTuple):
+    """What the way up leaves for the way down."""
+
+    branch: Branch
+    """After the response."""
+    entries: Tree
+    """[N, ..] recurrent state before each block."""
+    logprobs: jax.Array
+    """[N, B]"""
+    lse: jax.Array
+    """[N, B] log-normalisers."""
+    kept: tuple[jax.Array, Tree] | None
+    """Of a response of one block: its hidden states, and what its backward pass needs. Several blocks are run again."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +203,9 @@ class _Walk:
     settings: dict
     backward: jax.Array
 
-    def member(self, gradient: Tree, m: Members):
+    def member(self, carry: tuple, m: Members):
+        """A step of the scan over members; the carry is (gradient, boundary)."""
+        gradient, boundary = carry
         blocks, per_owner = m.ids.shape
         wide = statistics_dtype(self.model.dtype)
         rows = self.model.abstract_rows(blocks * self.model.owners.count, per_owner)
@@ -180,39 +213,38 @@ class _Walk:
         branch = Branch(self.prompt, Pages(rows, self.prompt.length, jnp.int32(0), per_owner), self.recurrent)
         used = -(-m.length // (per_owner * self.model.owners.count))
 
-        branch, entries, logprobs, lse, kept = self._up(m, branch, used)
-        old = jnp.where(m.on_policy, lax.stop_gradient(logprobs), m.old)
-        loss, slope = loss_and_slope(logprobs, old, m.reference, m.mask, m.advantage, m.weight, self.settings)
+        up = self._up(m, branch, used)
+        old = jnp.where(m.on_policy, lax.stop_gradient(up.logprobs), m.old)
+        loss, slope = loss_and_slope(up.logprobs, old, m.reference, m.mask, m.advantage, m.weight, self.settings)
 
-        cotangent = BranchCotangent(
-            None, jax.tree.map(lambda x: jnp.zeros(x.shape, wide), rows),
-            jax.tree.map(lambda x: jnp.zeros(x.shape, wide), self.recurrent))
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, wide), (rows, self.recurrent))
+        cotangent = BranchCotangent(boundary[0] if boundary else None, *nothing)
 
         def down(step, carry):
-            return self._down(used - 1 - step, m, entries, lse, slope, kept, *carry)
+            return self._down(used - 1 - step, m, up, slope, *carry)
 
-        _, _, gradient = lax.fori_loop(0, used * self.backward, down, (branch, cotangent, gradient))
-        return gradient, (logprobs, loss)
+        cotangent, gradient = lax.fori_loop(0, used * self.backward, down, (cotangent, gradient))
+        if boundary:
+            boundary = cotangent.prefix, jax.tree.map(jnp.add, boundary[1], cotangent.recurrent)
+        return (gradient, boundary), (up.logprobs, loss)
 
-    def _up(self, m: Members, branch: Branch, used):
-        """Forward over the used blocks: the branch after them, entry states, log-probabilities, log-normalisers [N, B].
-
-        A response of one block keeps what its backward pass needs; of several, only their entry states.
-        """
+    def _up(self, m: Members, branch: Branch, used) -> _Up:
+        """Forward over the used blocks."""
         wide, shape = statistics_dtype(self.model.dtype), m.ids.shape
-        entries = jax.tree.map(lambda x: jnp.zeros((shape[0], *x.shape), x.dtype), branch.recurrent)
-        figures = jnp.zeros(shape, wide), jnp.zeros(shape, wide)
         if shape[0] == 1:
-            branch, (logprobs, lse), hidden, kept = self._block(0, m, branch)
-            return branch, jax.tree.map(lambda x: x[None], self.recurrent), logprobs[None], lse[None], (hidden, kept)
+            branch, figures, hidden, kept = self._block(0, m, branch)
+            return _Up(branch, jax.tree.map(lambda x: x[None], self.recurrent), *(x[None] for x in figures), (hidden, kept))
 
         def block(b, carry):
-            branch, entries, logprobs, lse = carry
+            branch, entries, figures = carry
             entries = set_entry(entries, branch.recurrent, b)
             branch, new, _, _ = self._block(b, m, branch)
-            return branch, entries, *set_entry((logprobs, lse), new, b)
+            return branch, entries, set_entry(figures, new, b)
 
-        return *lax.fori_loop(0, used, block, (branch, entries, *figures)), None
+        entries = jax.tree.map(lambda x: jnp.zeros((shape[0], *x.shape), x.dtype), branch.recurrent)
+        figures = jnp.zeros(shape, wide), jnp.zeros(shape, wide)
+        branch, entries, figures = lax.fori_loop(0, used, block, (branch, entries, figures))
+        return _Up(branch, entries, *figures, None)
 
     def _block(self, b, m: Members, branch: Branch):
         """One block forward, its head included: (branch, (logprobs, lse), hidden, kept)."""
@@ -221,20 +253,13 @@ class _Walk:
         figures = self.model.logprobs(self.trainable, self.frozen, hidden, targets, self.settings["temperature"])
         return branch, figures, hidden, kept
 
-    def _down(self, b, m: Members, entries: Tree, lse, slope, kept, branch: Branch, cotangent: BranchCotangent, gradient: Tree):
+    def _down(self, b, m: Members, up: _Up, slope, cotangent: BranchCotangent, gradient: Tree):
         """One block backward."""
-        segment = self._segment(b, m)
-        before = dataclasses.replace(branch, recurrent=entry(entries, b))
-        if kept is None:
-            branch, hidden, kept = self.model.extend(self.trainable, self.frozen, before, segment)
-        else:
-            hidden, kept = kept
+        segment, branch = self._segment(b, m), dataclasses.replace(up.branch, recurrent=entry(up.entries, b))
+        hidden, kept = up.kept or self.model.extend(self.trainable, self.frozen, branch, segment, stored=True)[1:]
         hidden, gradient = self.model.pull_logprobs(
-            self.trainable, self.frozen, hidden, *entry((m.targets, lse, slope), b), gradient, self.settings["temperature"])
-        before = dataclasses.replace(before, own=branch.own)
-        cotangent, gradient = self.model.pull(
-            self.trainable, self.frozen, before, segment, kept, hidden, cotangent, gradient)
-        return branch, cotangent, gradient
+            self.trainable, self.frozen, hidden, *entry((m.targets, up.lse, slope), b), gradient, self.settings["temperature"])
+        return self.model.pull(self.trainable, self.frozen, branch, segment, kept, hidden, cotangent, gradient)
 
     def _segment(self, b, m: Members) -> Segment:
         owners, per_owner = self.model.owners, m.ids.shape[1]

@@ -38,6 +38,8 @@ class Receipt:
     group: int
     mesh: dict[str, int]
     gradient: str
+    prompt_gradient_window: int | None
+    """Captured positions that the gradient goes back through; None: all of them (with gradient "full")."""
     loss: float
     grad_norm: float
     step: int

@@ -8,7 +8,8 @@ import numpy as np
 
 from longstraw_jax.config import ObjectiveConfig
 from longstraw_jax.errors import InputError
-from longstraw_jax.members import pack, run_members, unpack, zero_gradient
+from longstraw_jax.gradients import zero_gradient
+from longstraw_jax.members import pack, run_members, unpack
 from longstraw_jax.policy import Policy
 from longstraw_jax.state import ResidentState
 from longstraw_jax.types import Response
@@ -25,5 +26,5 @@ def score(policy: Policy, state: ResidentState, responses: Sequence[Response], *
     state.check(policy)
     members = pack(policy.model, state.last_token, responses)
     objective = ObjectiveConfig(temperature=temperature)
-    _, logprobs, _ = run_members(policy, state, members, zero_gradient(policy), objective, backward=False)
-    return unpack(logprobs, responses)
+    result = run_members(policy, state, members, zero_gradient(policy), objective, backward=False)
+    return unpack(result.logprobs, responses)

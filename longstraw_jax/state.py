@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from longstraw_jax.errors import InputError
 from longstraw_jax.models import parameters
 from longstraw_jax.models.base import Model, Tree
+from longstraw_jax.models.layers.numerics import statistics_dtype
 from longstraw_jax.policy import Policy
 
 
@@ -36,6 +37,16 @@ def prompt_digest(prompt_ids: np.ndarray) -> str:
 
 
 @dataclass(frozen=True)
+class EntryStates:
+    """The recurrent state at the entry of captured chunks: where the prompt sweep starts each of them again."""
+
+    chunk: int
+    """Positions of a chunk."""
+    states: dict[int, Tree]
+    """By the chunk's first position."""
+
+
+@dataclass(frozen=True)
 class ResidentState:
     """z_P of a prompt of P tokens: positions 0 .. P-2, without any graph. Made by `capture` only."""
 
@@ -48,6 +59,8 @@ class ResidentState:
     last_token: int
     """prompt[-1]: the first input of every response."""
     fingerprint: Fingerprint
+    entries: EntryStates | None = None
+    """Kept where the gradient will be taken through the prompt."""
 
     def check(self, policy: Policy, prompt_ids: np.ndarray | None = None) -> None:
         """Raises InputError unless this state was captured under that policy (and, where given, from that prompt)."""
@@ -63,7 +76,20 @@ class ResidentState:
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes per device, by part."""
-        return {"pages": tree_bytes(self.rows), "recurrent": tree_bytes(self.recurrent)}
+        held = {"pages": tree_bytes(self.rows), "recurrent": tree_bytes(self.recurrent)}
+        return held | ({"entries": tree_bytes(self.entries.states)} if self.entries else {})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StateCotangent:
+    """d loss / d z_P, summed over a group's members: in the statistics dtype, placed as the state. Used up by the sweep."""
+
+    rows: dict[str, jax.Array]
+    recurrent: Tree
+
+    def device_bytes(self) -> int:
+        return tree_bytes((self.rows, self.recurrent))
 
 
 def tree_bytes(tree: Tree) -> int:
@@ -98,5 +124,19 @@ def rows_spec(model: Model) -> PartitionSpec:
 
 def empty_state(model: Model, mesh: jax.sharding.Mesh, pages: int) -> tuple[dict, Tree]:
     """Zero (rows, recurrent), made where they live."""
-    rows, recurrent = abstract_state(model, mesh, pages)
+    return _zeros(*abstract_state(model, mesh, pages), mesh)
+
+
+def abstract_cotangent(state: tuple[dict, Tree], dtype: str) -> tuple[dict, Tree]:
+    """The cotangent of a (rows, recurrent), arrays or shapes, of a model in `dtype`: as shapes with shardings."""
+    wide = statistics_dtype(dtype)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, wide, sharding=x.sharding), state)
+
+
+def zero_cotangent(policy: Policy, state: ResidentState) -> StateCotangent:
+    """A fresh accumulator for the members' cotangents of the state."""
+    return StateCotangent(*_zeros(*abstract_cotangent((state.rows, state.recurrent), policy.model.dtype), policy.mesh))
+
+
+def _zeros(rows: dict, recurrent: Tree, mesh: jax.sharding.Mesh) -> tuple[dict, Tree]:
     return tuple(parameters.zeros(x, jax.tree.map(lambda s: s.sharding.spec, x), mesh) for x in (rows, recurrent))

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from longstraw_jax.capture import capture
-from longstraw_jax.config import BlockSizes, LoraConfig, ObjectiveConfig
+from longstraw_jax.config import BlockSizes, GradientConfig, LoraConfig, ObjectiveConfig
+from longstraw_jax.conventional.autodiff import autodiff_gradient
 from longstraw_jax.evidence import perturbed
-from longstraw_jax.loading import to_weights
 from longstraw_jax.models import parameters
 from longstraw_jax.models.qwen36.model import Qwen36Model
 from longstraw_jax.models.qwen36.spec import Qwen36Spec
-from longstraw_jax.objective import member_weights
 from longstraw_jax.policy import Policy, random_policy
 from longstraw_jax.replay import replay
 from longstraw_jax.sharding import Owners, make_mesh
+from longstraw_jax.state import ResidentState
+from longstraw_jax.sweep import sweep
 from longstraw_jax.types import Group, Response
 
 # two periods of two GDN layers and one attention layer; eight owners have to repeat the key heads
@@ -50,46 +47,19 @@ def others(g: Group, seed: int) -> list[np.ndarray]:
     return [-4.2 + 0.4 * rng.standard_normal(len(r.ids)) for r in g.responses]
 
 
-def ours(p: Policy, g: Group, objective: ObjectiveConfig = OBJECTIVE):
-    return replay(p, capture(p, g.prompt_ids), g, old=others(g, 1), reference=others(g, 2), objective=objective)
+def ours(p: Policy, g: Group, objective: ObjectiveConfig = OBJECTIVE, gradient: str | GradientConfig = "response"):
+    """Capture and replay, and the sweep where there is one."""
+    state = capture(p, g.prompt_ids, gradient=gradient)
+    return sweep(p, state, g.prompt_ids, replayed(p, state, g, objective, gradient), gradient=gradient)
 
 
-def conventional(p: Policy, g: Group, objective: ObjectiveConfig = OBJECTIVE) -> tuple[float, dict[str, np.ndarray]]:
-    """(loss, gradient by checkpoint name) of one autodiff pass per member over its whole sequence, the same state held fixed."""
-    names = set(parameters.to_host(p.trainable, p.model.abstract_parameters()[0]))
-    weights = {name: jnp.asarray(x) for name, x in to_weights(p).items()}
-    trained = {name: weights.pop(name) for name in names}
-    rows = _padded(g, objective)
-    loss, gradient = _loss_and_gradient(p.model)(trained, weights, rows, objective.kl_beta)
-    return float(loss), {name: np.asarray(x) for name, x in gradient.items()}
+def replayed(p: Policy, state: ResidentState, g: Group, objective: ObjectiveConfig = OBJECTIVE, gradient: str | GradientConfig = "response"):
+    return replay(p, state, g, old=others(g, 1), reference=others(g, 2), objective=objective, gradient=gradient)
 
 
-@functools.cache
-def _loss_and_gradient(model: Qwen36Model):
-    def loss(trained, weights, rows, kl_beta):
-        def member(row):
-            stop = row["prompt"].shape[0] - 1
-            ids = jnp.concatenate([row["prompt"], row["ids"]])
-            new = model.reference_logprobs(weights | trained, ids, stop)[stop:]
-            ratio, behind = jnp.exp(new - row["old"]), row["reference"] - new
-            gain = jnp.minimum(ratio * row["advantage"], jnp.clip(ratio, 0.8, 1.2) * row["advantage"])
-            return -row["weight"] * (row["mask"] * (gain - kl_beta * (jnp.exp(behind) - behind - 1))).sum()
-
-        return jax.lax.map(member, rows).sum()
-
-    return jax.jit(jax.value_and_grad(loss))
-
-
-def _padded(g: Group, objective: ObjectiveConfig) -> dict[str, np.ndarray]:
-    """Members as rows of one length; padding comes last, so that nothing real sees it."""
-    longest = max(len(r.ids) for r in g.responses)
-
-    def fill(rows):
-        return np.stack([np.pad(np.asarray(row), (0, longest - len(row))) for row in rows])
-
-    return {"ids": fill([r.ids for r in g.responses]), "mask": fill([r.mask for r in g.responses]), "old": fill(others(g, 1)),
-            "reference": fill(others(g, 2)), "advantage": g.advantages, "weight": member_weights([g], objective.normalisation)[0],
-            "prompt": np.tile(g.prompt_ids, (len(g.responses), 1))}
+def conventional(p: Policy, g: Group, objective: ObjectiveConfig = OBJECTIVE, fixed: int = PROMPT - 1) -> tuple[float, dict[str, np.ndarray]]:
+    """(loss, gradient by checkpoint name) of plain autodiff, the state of the first `fixed` positions held fixed."""
+    return autodiff_gradient(p, g, fixed=fixed, old=others(g, 1), reference=others(g, 2), objective=objective)
 
 
 def by_name(p: Policy, gradient) -> dict[str, np.ndarray]:
@@ -98,3 +68,10 @@ def by_name(p: Policy, gradient) -> dict[str, np.ndarray]:
 
 def relative(x: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.linalg.norm(x - wanted) / np.linalg.norm(wanted))
+
+
+def farthest(p: Policy, gradient, wanted: dict[str, np.ndarray]) -> float:
+    """The largest relative difference of a parameter's gradient."""
+    mine = by_name(p, gradient)
+    assert mine.keys() == wanted.keys()
+    return max(relative(mine[name], x) for name, x in wanted.items())

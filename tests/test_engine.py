@@ -1,4 +1,4 @@
-"""Capture, scoring and replay against conventional autodiff over whole sequences, in float64."""
+"""Capture, scoring, replay and sweep against conventional autodiff over whole sequences, in float64."""
 
 
 import jax
@@ -14,6 +14,7 @@ from longstraw_jax.loading import to_weights
 from longstraw_jax.members import bucket, members_program
 from longstraw_jax.replay import replay
 from longstraw_jax.score import score
+from longstraw_jax.sweep import sweep
 from longstraw_jax.types import Group, Response
 from longstraw_jax.update import init_optimizer, replicas_equal, update
 
@@ -23,30 +24,33 @@ RUNS = [((1, 1), "lora"), ((2, 1), "all"), ((2, 2), "lora"), ((8, 1), "all")]
 
 @pytest.fixture(scope="module")
 def conventional():
-    """Loss and gradient of the plain pass, by what is trained; the same numbers on every mesh."""
+    """Loss and gradient of the plain pass, by what is trained and what is differentiated; the same numbers on every mesh."""
     with jax.enable_x64(True):
-        return {kind: case.conventional(case.policy((1, 1), kind), case.group()) for kind in ("all", "lora")}
+        return {(kind, gradient): case.conventional(case.policy((1, 1), kind), case.group(), fixed=fixed)
+                for kind in ("all", "lora") for gradient, fixed in (("response", case.PROMPT - 1), ("full", 0))}
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("mesh", "trainable"), RUNS)
 def test_the_gradient_is_autodiffs_on_every_mesh(mesh, trainable, conventional):
-    policy = case.policy(mesh, trainable)
-    result = case.ours(policy, case.group())
-    loss, gradient = conventional[trainable]
-    assert result.loss == pytest.approx(loss, rel=1e-11)
-    mine = case.by_name(policy, result.gradient)
-    assert mine.keys() == gradient.keys()
-    assert all(np.linalg.norm(gradient[name]) > 0 for name in gradient)
-    assert max((case.relative(mine[name], gradient[name]), name) for name in gradient)[0] < 1e-9
+    policy, group = case.policy(mesh, trainable), case.group()
+    state = capture(policy, group.prompt_ids, gradient="full")
+    replayed = case.replayed(policy, state, group, gradient="full")
+    loss, wanted = conventional[trainable, "response"]
+    assert replayed.loss == pytest.approx(loss, rel=1e-11)
+    assert case.farthest(policy, replayed.gradient, wanted) < 1e-9
+    full = sweep(policy, state, group.prompt_ids, replayed).gradient
+    wanted = conventional[trainable, "full"][1]
+    assert all(np.linalg.norm(x) > 0 for x in wanted.values())
+    assert case.farthest(policy, full, wanted) < 1e-9
 
 
 @pytest.mark.usefixtures("x64")
 def test_the_blocking_does_not_change_the_gradient(conventional):
     """One chunk and one block for everything; the other tests cut into many."""
     policy = case.policy((2, 1), sizes=BlockSizes())
-    mine = case.by_name(policy, case.ours(policy, case.group()).gradient)
-    assert max(case.relative(mine[name], x) for name, x in conventional["lora"][1].items()) < 1e-9
+    for gradient in ("response", "full"):
+        assert case.farthest(policy, case.ours(policy, case.group(), gradient=gradient).gradient, conventional["lora", gradient][1]) < 1e-9
 
 
 @pytest.mark.usefixtures("x64")
@@ -57,13 +61,12 @@ def test_the_serial_gradient_is_the_whole_batchs_in_any_order(normalisation):
     loss, gradient = case.conventional(policy, group, objective)
     result = case.ours(policy, group, objective)
     assert result.loss == pytest.approx(loss, rel=1e-11)
-    mine = case.by_name(policy, result.gradient)
-    assert max(case.relative(mine[name], gradient[name]) for name in gradient) < 1e-9
+    assert case.farthest(policy, result.gradient, gradient) < 1e-9
 
     turned = Group(group.prompt_ids, group.responses[::-1])
     state = capture(policy, group.prompt_ids)
     other = replay(policy, state, turned, old=case.others(group, 1)[::-1], reference=case.others(group, 2)[::-1], objective=objective)
-    assert max(case.relative(x, mine[name]) for name, x in case.by_name(policy, other.gradient).items()) < 1e-11
+    assert case.farthest(policy, other.gradient, case.by_name(policy, result.gradient)) < 1e-11
 
 
 @pytest.mark.usefixtures("x64")

@@ -11,7 +11,8 @@ from longstraw_jax.config import ObjectiveConfig
 from longstraw_jax.members import members_program, pack
 from longstraw_jax.models import parameters
 from longstraw_jax.objective import settings_of
-from longstraw_jax.state import abstract_state, page_count, tree_bytes
+from longstraw_jax.state import abstract_cotangent, abstract_state, page_count, tree_bytes
+from longstraw_jax.sweep import sweep_program
 from longstraw_jax.types import Response
 
 
@@ -22,25 +23,31 @@ def policy():
 
 @pytest.fixture(scope="module")
 def members(policy):
-    """members(G, R, P) -> (memory analysis of the program, bytes per device of the state), each compiled once."""
+    """members(G, R, P, to_prompt) -> (memory analysis of the program, bytes per device of the state), each compiled once."""
     trainable, frozen = (parameters.abstract_arrays(tree, policy.mesh) for tree in policy.model.abstract_parameters())
     done = {}
 
-    def measure(group, response, prompt):
-        if (group, response, prompt) not in done:
+    def measure(group, response, prompt, to_prompt=False):
+        key = group, response, prompt, to_prompt
+        if key not in done:
             state = abstract_state(policy.model, policy.mesh, page_count(policy.model, prompt))
             rows = pack(policy.model, 0, [Response(np.zeros(response, int))] * group)
-            program = members_program(policy.model, policy.mesh).compiled(
-                trainable, frozen, trainable, *state, jnp.int32(prompt), rows, settings_of(ObjectiveConfig(), jnp.float32), jnp.int32(1))
-            done[group, response, prompt] = program.memory_analysis(), tree_bytes(state)
-        return done[group, response, prompt]
+            boundary = abstract_cotangent(state, policy.model.dtype) if to_prompt else ()
+            program = members_program(policy.model, policy.mesh, to_prompt).compiled(
+                trainable, frozen, trainable, boundary, *state, jnp.int32(prompt), rows, settings_of(ObjectiveConfig(), jnp.float32),
+                jnp.int32(1))
+            done[key] = program.memory_analysis(), tree_bytes(state)
+        return done[key]
 
     return measure
 
 
-def test_temporaries_do_not_depend_on_the_group(members):
-    two, eight = (members(group, 32, 512)[0].temp_size_in_bytes for group in (2, 8))
-    assert abs(two - eight) <= 0.01 * two
+@pytest.mark.parametrize("to_prompt", [False, True], ids=["response", "full"])
+def test_temporaries_do_not_depend_on_the_group(members, to_prompt):
+    (two, held), (eight, _) = (members(group, 32, 512, to_prompt) for group in (2, 8))
+    assert abs(two.temp_size_in_bytes - eight.temp_size_in_bytes) <= 0.01 * two.temp_size_in_bytes
+    # in place: the cotangents that come in are the ones that go out
+    assert two.alias_size_in_bytes == eight.alias_size_in_bytes > to_prompt * held
 
 
 def test_a_longer_response_adds_its_pages_only(policy, members):
@@ -70,4 +77,21 @@ def test_capture_grows_by_its_state_only_and_in_place(policy):
     (short, held), (long, twice) = measure(512), measure(1024)
     assert short.alias_size_in_bytes == held
     assert long.alias_size_in_bytes == twice
+    assert abs(long.temp_size_in_bytes - short.temp_size_in_bytes) <= 0.01 * short.temp_size_in_bytes
+
+
+def test_the_sweep_grows_by_state_and_cotangent_only_and_in_place(policy):
+    trainable, frozen = (parameters.abstract_arrays(tree, policy.mesh) for tree in policy.model.abstract_parameters())
+
+    def measure(prompt):
+        state = abstract_state(policy.model, policy.mesh, page_count(policy.model, prompt))
+        cotangent = abstract_cotangent(state, policy.model.dtype)
+        ids = jax.ShapeDtypeStruct((32,), np.int32)
+        program = sweep_program(policy.model, policy.mesh).compiled(
+            trainable, frozen, trainable, cotangent, *state, ids, jnp.int32(0), jnp.int32(32), jnp.int32(0))
+        return program.memory_analysis(), tree_bytes(state), tree_bytes(cotangent)
+
+    (short, held, bar), (long, twice, bars) = measure(512), measure(1024)
+    assert long.argument_size_in_bytes - short.argument_size_in_bytes == twice - held + bars - bar > 0
+    assert long.alias_size_in_bytes - short.alias_size_in_bytes == bars - bar
     assert abs(long.temp_size_in_bytes - short.temp_size_in_bytes) <= 0.01 * short.temp_size_in_bytes

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from longstraw_jax.capture import capture
 from longstraw_jax.cli import main
 from longstraw_jax.config import BlockSizes, LoraConfig
+from longstraw_jax.conventional.pytorch import response_step
 from longstraw_jax.groups import read_groups
 from longstraw_jax.loading import load_policy
 from longstraw_jax.models import parameters
@@ -19,7 +20,7 @@ from longstraw_jax.models.adapters import read_adapter
 from longstraw_jax.models.registry import make_model, named_spec, spec_of_config
 from longstraw_jax.score import score
 from longstraw_jax.sharding import Owners, make_mesh
-from torch_reference import build_tiny_qwen, load_torch, response_step
+from torch_reference import build_tiny_qwen, load_torch
 
 # other shapes than every other checkpoint here: three GDN layers to one, vocabulary that two devices do not divide
 SHAPES = dict(vocab_size=101, hidden_size=56, intermediate_size=72, num_hidden_layers=4, num_attention_heads=4,
@@ -61,26 +62,27 @@ def workplace(tmp_path_factory):
     return place
 
 
-def torch_step(place, adapter):
-    """(log-probabilities per group, gradient by PEFT name) of the mean of the groups' losses, the prompts' states held fixed."""
+def torch_step(place, adapter, kind="response"):
+    """(log-probabilities per group, gradient by PEFT name) of the mean of the groups' losses."""
     model = peft.PeftModel.from_pretrained(load_torch(place / "model"), place / adapter, is_trainable=True)
     groups = read_groups(place / "groups.jsonl")
     scored = []
     for group in groups:
         _, logprobs = response_step(model, group.prompt_ids, [r.ids for r in group.responses], list(group.advantages),
-                                    [r.mask for r in group.responses], detach_prompt=True)
+                                    [r.mask for r in group.responses], detach_prompt=kind == "response")
         scored.append(logprobs)
     gradient = {name.replace(".default", ""): p.grad.numpy() / len(groups) for name, p in model.named_parameters() if p.grad is not None}
     return scored, gradient
 
 
-@pytest.mark.parametrize("mesh", ["context=2"])
-def test_one_sgd_step_is_pytorchs(workplace, tmp_path, mesh):
+@pytest.mark.parametrize(("mesh", "kind"), [("context=2", "response"), ("context=1", "full")])
+def test_one_sgd_step_is_pytorchs(workplace, tmp_path, mesh, kind):
     out = tmp_path / "out"
     code = run("step", "--model", workplace / "model", "--groups", workplace / "groups.jsonl", "--out", out, "--adapter",
-               workplace / "adapter", "--optimizer", "sgd", "--learning-rate", 0.5, "--mesh", mesh, *BLOCKS)
+               workplace / "adapter", "--optimizer", "sgd", "--learning-rate", 0.5, "--mesh", mesh, "--gradient", kind,
+               *BLOCKS)
     assert code == 0
-    _, gradient = torch_step(workplace, "adapter")
+    _, gradient = torch_step(workplace, "adapter", kind)
     before, after = read_adapter(workplace / "adapter"), read_adapter(out)
     assert before.matrices.keys() == after.matrices.keys()
     errors = {}
@@ -94,10 +96,15 @@ def test_one_sgd_step_is_pytorchs(workplace, tmp_path, mesh):
     receipt = json.loads((out / "receipt.json").read_text())
     assert receipt["updated"] is True
     assert receipt["positions"] == 65
-    assert receipt["mesh"] == {"context": 2, "expert": 1}
-    assert set(receipt["stages"]) == {"capture", "replay", "update"}
+    assert receipt["mesh"] == {"context": int(mesh[-1]), "expert": 1}
+    assert receipt["gradient"] == kind
+    assert set(receipt["stages"]) == {"capture", "replay", "update"} | ({"sweep"} if kind == "full" else set())
+    if kind == "response":
+        assert_the_same_to_peft(workplace, out)
 
-    # what was written means the same to PEFT as to us: a further step from it starts at the same log-probabilities
+
+def assert_the_same_to_peft(workplace, out):
+    """A further step from the adapter that was written starts at the same log-probabilities."""
     scored, _ = torch_step(workplace, out)
     policy = load_policy(workplace / "model", make_mesh(2), adapter=out, sizes=BlockSizes(4, 32, 32, 4, 16, 128, 16))
     group = read_groups(workplace / "groups.jsonl")[0]

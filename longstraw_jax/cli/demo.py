@@ -12,7 +12,7 @@ import numpy as np
 import tyro
 
 from longstraw_jax.cli.display import note, print_receipt, progress
-from longstraw_jax.cli.options import Blocks, open_mesh, output_file
+from longstraw_jax.cli.options import Blocks, Gradient, open_mesh, output_file
 from longstraw_jax.config import BlockSizes, LoraConfig, OptimizerConfig
 from longstraw_jax.errors import InputError
 from longstraw_jax.loading import load_policy
@@ -47,6 +47,7 @@ class Demo:
     """Of weights and adapter."""
     json: Path | None = Path("longstraw-demo.json")
     """The receipts."""
+    through: Annotated[Gradient, tyro.conf.arg(name="")] = field(default_factory=Gradient)
     blocks: Annotated[Blocks, tyro.conf.arg(name="")] = field(default_factory=Blocks)
 
     def run(self) -> int:
@@ -55,6 +56,7 @@ class Demo:
             if getattr(self, name) < least:
                 raise InputError(f"--{name.replace('_', '-')} is {getattr(self, name)}; wanted at least {least}")
         group = text_group(self._tokens(), self.prompt_length, self.response_length, self.group)
+        gradient = self.through.config()
         mesh = open_mesh(self.mesh)
         policy = load_policy(self.model, mesh, lora=LoraConfig(rank=8, alpha=16), sizes=self.blocks.sizes(_CPU_SIZES),
                              seed=self.seed, note=note)
@@ -63,7 +65,8 @@ class Demo:
         for step in range(self.steps):
             with progress(f"step {step + 1}") as report:
                 if not step:
-                    transaction = Transaction(policy, [group], optimizer=OptimizerConfig("adamw", self.learning_rate), name=self.model)
+                    transaction = Transaction(policy, [group], optimizer=OptimizerConfig("adamw", self.learning_rate),
+                                              gradient=gradient, name=self.model)
                 transaction.progress = report
                 receipts.append(transaction.step())
             print_receipt(receipts[-1])

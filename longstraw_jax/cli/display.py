@@ -11,7 +11,7 @@ from rich.table import Table
 
 from longstraw_jax.receipts import Receipt
 
-_UNITS = {"capture": "tokens", "replay": "groups", "score": "groups", "update": "steps"}
+_UNITS = {"capture": "tokens", "replay": "groups", "score": "groups", "sweep": "tokens", "update": "steps"}
 
 
 def note(text: str) -> None:
@@ -39,7 +39,8 @@ def print_receipt(receipt: Receipt) -> None:
     """Stages with their times, bytes per device by part, and the figures of the step."""
     console = Console(highlight=False)
     axes = ", ".join(f"{axis}={size}" for axis, size in receipt.mesh.items())
-    stages = Table(title=f"step {receipt.step} of {receipt.model}: {receipt.positions:,} positions, group of {receipt.group}, mesh {axes}")
+    stages = Table(title=f"step {receipt.step} of {receipt.model}: {receipt.positions:,} positions, group of {receipt.group}, "
+                         f"mesh {axes}, {receipt.gradient} gradient")
     for column in ("stage", "seconds", "compiling", "tokens", "tokens/s", "peak MB per device"):
         stages.add_column(column, justify="left" if column == "stage" else "right")
     for name, stage in receipt.stages.items():

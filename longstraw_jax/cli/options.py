@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal
 
 from jax.sharding import Mesh
 
-from longstraw_jax.config import BlockSizes
+from longstraw_jax.config import BlockSizes, GradientConfig
 from longstraw_jax.errors import InputError
 from longstraw_jax.sharding import make_mesh, offer_cpu_devices, parse_mesh
 
@@ -34,6 +35,24 @@ class Blocks:
     def sizes(self, defaults: BlockSizes | None = None) -> BlockSizes:
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
         return BlockSizes(**{**vars(defaults or BlockSizes()), **given})
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Which tokens the loss is differentiated through."""
+
+    gradient: Literal["response", "full"] = "response"
+    """`response`: at the prompt's fixed resident state; `full`: the gradient of the whole sequence's loss, by one sweep back
+    through the prompt for each group."""
+    prompt_gradient_window: int | None = None
+    """With `full`: go back through this many prompt tokens before the last and hold the state before them fixed."""
+    gradient_cosine: bool = False
+    """Also report the cosine to the full gradient; costs a full sweep."""
+    entry_states: Literal["device", "host"] = "device"
+    """With `full`: where the recurrent states between the prompt's chunks wait."""
+
+    def config(self) -> GradientConfig:
+        return GradientConfig(self.gradient, self.prompt_gradient_window, self.gradient_cosine, self.entry_states)
 
 
 def open_mesh(text: str) -> Mesh:

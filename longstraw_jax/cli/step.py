@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from longstraw_jax.cli.display import note, print_receipt, progress
-from longstraw_jax.cli.options import Blocks, open_mesh, output_file
+from longstraw_jax.cli.options import Blocks, Gradient, open_mesh, output_file
 from longstraw_jax.config import LoraConfig, ObjectiveConfig, OptimizerConfig
 from longstraw_jax.errors import InputError
 from longstraw_jax.groups import read_groups
@@ -33,8 +33,6 @@ class Step:
     """Directory for the updated adapter (PEFT format) and receipt.json."""
     adapter: Path | None = None
     """PEFT directory to start from; its rank, alpha and targets count."""
-    gradient: Literal["response"] = "response"
-    """`response`: at the prompt's fixed resident state."""
     mesh: str = "context=1"
     """Devices: context=8, or context=2,expert=4. Fake CPU devices where there is no accelerator."""
     steps: int = 1
@@ -67,6 +65,7 @@ class Step:
     """Of a fresh adapter."""
     json: Path | None = None
     """Writes the receipts here too."""
+    through: Annotated[Gradient, tyro.conf.arg(name="")] = field(default_factory=Gradient)
     blocks: Annotated[Blocks, tyro.conf.arg(name="")] = field(default_factory=Blocks)
 
     def run(self) -> int:
@@ -75,6 +74,7 @@ class Step:
         if self.steps < 1:
             raise InputError(f"--steps is {self.steps}; wanted at least 1")
         lora = None if self.adapter else LoraConfig(self.rank, self.alpha, tuple(filter(None, self.targets.split(","))))
+        gradient = self.through.config()
         objective = ObjectiveConfig(self.normalisation, self.clip_low, self.clip_high, self.kl_beta, self.temperature)
         optimizer = OptimizerConfig(self.optimizer, self.learning_rate, self.weight_decay, self.max_grad_norm)
         prefix = read_adapter(self.adapter).prefix if self.adapter else TEXT_PREFIX
@@ -89,7 +89,7 @@ class Step:
             group.check(policy.model.vocabulary, self.max_positions or policy.model.max_positions)
         receipts = []
         with progress("") as report:
-            transaction = Transaction(policy, groups, objective, optimizer, old=old, name=str(self.model), progress=report)
+            transaction = Transaction(policy, groups, objective, optimizer, gradient, old=old, name=str(self.model), progress=report)
             for _ in range(self.steps):
                 receipts.append(transaction.step())
         save_adapter(transaction.policy, self.out, prefix=prefix, base_model=str(self.model))

@@ -41,6 +41,8 @@ class Verify:
     group: int = 3
     dtype: Literal["float64", "float32"] = "float64"
     """float64 shows rounding errors for what they are; float32 is what accelerators are fast at."""
+    trainable: Literal["lora", "all"] = "lora"
+    """Whose gradients are compared: a random adapter's on every linear layer, or every parameter's."""
     seed: int = 0
     json: Path | None = None
     """Writes the levels here."""
@@ -56,7 +58,8 @@ class Verify:
         mesh = open_mesh(self.mesh)
         meshes = [make_mesh()] + ([mesh] if mesh.size > 1 else [])
         group = random_group(spec.vocab_size, self.prompt_length, self.response_length, self.group, self.seed)
-        case = Case(self.model, meshes, group, self.dtype, self.blocks.sizes(_SIZES), LoraConfig(rank=4, alpha=8), self.seed)
+        lora = LoraConfig(rank=4, alpha=8) if self.trainable == "lora" else None
+        case = Case(self.model, meshes, group, self.dtype, self.blocks.sizes(_SIZES), lora, self.seed)
         report = verify(case, note)
         if self.json:
             write_json(self.json, report)
@@ -76,6 +79,7 @@ def _show(report: dict) -> None:
     for number, level in report["levels"].items():
         table.add_row(number, CLAIMS[number], level["status"], _measured(level))
     Console(highlight=False).print(table)
+    _show_worst(report["levels"]["4"])
 
 
 def _measured(level: dict) -> str:
@@ -83,8 +87,29 @@ def _measured(level: dict) -> str:
         return level["reason"]
     if "receipts" in level:
         return "\n".join(f"loss {r['loss']:.9g}, gradient norm {r['grad_norm']:.9g} on {r['mesh']}" for r in level["receipts"])
+    if "autodiff" in level:
+        return "\n".join(_gradient_line(name, level[name]) for name in ("autodiff", "pytorch", "response"))
     lines = []
     for name in ("max_logprob_difference", "max_relative_difference", "replicas_bitwise_equal"):
         lines += [f"{name.replace('_', ' ')} on {mesh}: {value:.2g}" if isinstance(value, float) else
                   f"{name.replace('_', ' ')} on {mesh}: {'yes' if value else 'no'}" for mesh, value in level.get(name, {}).items()]
     return "\n".join(lines)
+
+
+def _gradient_line(name: str, figures: dict) -> str:
+    if "reason" in figures:
+        return f"{name}: not run, {figures['reason']}"
+    title = "response gradient to it" if name == "response" else f"to {name}"
+    whole = f", cosine of all together {figures['cosine']:.4f}" if "cosine" in figures else ""
+    return f"{title}: relative difference up to {figures['max_relative_difference']:.2g}, cosine from {figures['min_cosine']:.9g}{whole}"
+
+
+def _show_worst(level: dict) -> None:
+    """The parameters that are farthest off."""
+    table = Table(title="full gradient: the farthest parameters")
+    for column in ("compared with", "parameter", "relative difference", "cosine", "largest deviation"):
+        table.add_column(column)
+    for name in ("autodiff", "pytorch", "response"):
+        for row in level[name].get("worst", []):
+            table.add_row(name, row["parameter"], f"{row['relative_difference']:.2g}", f"{row['cosine']:.9f}", f"{row['max_deviation']:.2g}")
+    Console(highlight=False).print(table)

@@ -44,6 +44,8 @@ class Segment:
     length: Int[Array, ""]
     """Real tokens of the segment, over all owners."""
     layout: Layout = static_field()
+    fixed: Int[Array, ""] | None = None
+    """Position below which tokens are held fixed when the segment is pulled back; None: nothing is."""
 
     @property
     def owners(self) -> Owners:
@@ -60,6 +62,13 @@ class Segment:
     def valid(self) -> Bool[Array, "T"]:
         """Which of the owner's slots hold a real token."""
         return self.positions() < self.start + self.length
+
+    def hold(self, x: Float[Array, "T *rest"], positions: Int[Array, "T"]) -> Float[Array, "T *rest"]:
+        """`x` as it is, its gradient cut off where the position is held fixed."""
+        if self.fixed is None:
+            return x
+        moves = (positions >= self.fixed).reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.where(moves, x, jax.lax.stop_gradient(x))
 
 
 @jax.tree_util.register_dataclass
@@ -156,8 +165,13 @@ class Model(Protocol):
     def abstract_recurrent(self) -> tuple[Tree, Tree]:
         """(shapes over all owners, partition specs) of the recurrent part."""
 
-    def extend(self, trainable: Tree, frozen: Tree, branch: Branch, segment: Segment) -> tuple[Branch, Array, Tree]:
-        """The one operator: (branch after the segment, hidden states [T, D], what `pull` needs)."""
+    def extend(
+        self, trainable: Tree, frozen: Tree, branch: Branch, segment: Segment, *, stored: bool = False
+    ) -> tuple[Branch, Array, Tree]:
+        """The one operator: (branch after the segment, hidden states [T, D], what `pull` needs).
+
+        `stored`: the segment ran before and its rows are in the branch's own pages, so they are read and not written again.
+        """
 
     def pull(
         self, trainable: Tree, frozen: Tree, branch: Branch, segment: Segment, kept: Tree, hidden: Array,
@@ -176,6 +190,9 @@ class Model(Protocol):
         temperature: ScalarLike,
     ) -> tuple[Array, Tree]:
         """The transpose of `logprobs`: the cotangent of hidden; `gradient` grows."""
+
+    def hf_config(self) -> dict:
+        """The fields of the `config.json` that the model would be published with."""
 
     def reference_logprobs(self, weights: dict[str, Array], ids: Array, stop: int) -> Array:
         """The plain one-device oracle: log p(ids[t+1] | ids[:t+1]) [T-1] of a whole sequence, the state of the first `stop`

@@ -18,6 +18,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 import torch_reference  # noqa: E402
 
+from longstraw_jax.conventional import pytorch  # noqa: E402
+
 # transformers cuts the delta rule into chunks of 64 tokens: the prompt is shorter than one, a response longer.
 PROMPT, RESPONSE, GROUP = 43, 70, 2
 CONVENTIONAL, DETACHED = 0, PROMPT - 1
@@ -63,7 +65,7 @@ def group(tiny) -> Group:
     prompt = rng.integers(0, tiny.spec.vocab_size, PROMPT)
     responses = rng.integers(0, tiny.spec.vocab_size, (GROUP, RESPONSE))
     masks = np.float32(rng.random((GROUP, RESPONSE)) < 0.8)
-    _, now = torch_reference.response_step(tiny.model, prompt, responses, [0.0] * GROUP, detach_prompt=False)
+    _, now = pytorch.response_step(tiny.model, prompt, responses, [0.0] * GROUP, detach_prompt=False)
     # Far enough from the policy for ratios to be clipped on either side.
     old, ref = (np.float32(np.stack(now) + rng.normal(0, 0.3, responses.shape)) for _ in range(2))
     return Group(prompt, responses, np.float32([1.0, -0.7]), masks, old, ref)
@@ -88,7 +90,7 @@ def ours(tiny: Checkpoint, group: Group, stop: int):
 
 def theirs(tiny: Checkpoint, group: Group, stop: int):
     tiny.model.zero_grad()
-    value, new = torch_reference.response_step(
+    value, new = pytorch.response_step(
         tiny.model, group.prompt, group.responses, group.advantages.tolist(), group.masks, detach_prompt=stop > 0,
         old_logprobs=group.old, ref_logprobs=group.ref, **OBJECTIVE,
     )
@@ -151,7 +153,7 @@ def test_one_token_responses_and_one_token_prompts(tiny):
         gradients = []
         for detach in (False, True):
             tiny.model.zero_grad()
-            _, new = torch_reference.response_step(tiny.model, ids[:length], [ids[length:]], [1.0], detach_prompt=detach)
+            _, new = pytorch.response_step(tiny.model, ids[:length], [ids[length:]], [1.0], detach_prompt=detach)
             gradients.append(tiny.model.lm_head.weight.grad.numpy().copy())
             np.testing.assert_allclose(new[0], wanted[length - 1 :], atol=2e-4, rtol=0)
         assert relative_l2(*gradients) < 1e-5

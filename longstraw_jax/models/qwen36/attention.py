@@ -60,7 +60,7 @@ class AttentionLayer(nnx.Module):
         v = attn.v_proj(u, owners).reshape(tokens, spec.num_key_value_heads, spec.head_dim)
         positions = segment.positions()
         q, k = (rotate_half_split(y, positions, spec.rotary_dim, spec.rope_theta) for y in (attn.q_norm(q), attn.k_norm(k)))
-        return Projections(q, gate, k, v)
+        return Projections(q, gate, *(segment.hold(y, positions) for y in (k, v)))
 
     def finish(
         self, x: Float[Array, "T M"], out: Float[Array, "T H D"], gate: Float[Array, "T H D"], segment: Segment

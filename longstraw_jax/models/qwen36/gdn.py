@@ -130,9 +130,12 @@ class GdnLayer(nnx.Module):
             attn.in_proj_b(u, owners).reshape(u.shape[0], owners.count, -1),
             attn.in_proj_a(u, owners).reshape(u.shape[0], owners.count, -1)], -1)
         packed = segment.layout.to_sequence(owners.exchange(packed.swapaxes(0, 1)))
-        mixed, b, a = jnp.split(packed, [shards.channels, shards.channels + shards.value_heads], -1)
+        in_order = segment.start + jnp.arange(packed.shape[0])
+        mixed, b, a = jnp.split(segment.hold(packed, in_order), [shards.channels, shards.channels + shards.value_heads], -1)
         q, k, v, tail = self._convolve(mixed, state["tail"], segment, shards)
         beta, g = self._gates(b, a, owners, shards)
+        # held once more behind the convolution and the gates, whose own parameters would else learn from fixed tokens
+        q, k, v, beta, g = (segment.hold(x, in_order) for x in (q, k, v, beta, g))
         # a pad writes nothing and forgets nothing
         real = (jnp.arange(mixed.shape[0]) < segment.length)[:, None]
         k, beta, g = jnp.where(real[..., None], k, 0), jnp.where(real, beta, 0), jnp.where(real, g, 0)

@@ -26,7 +26,7 @@ from longstraw_jax.models.layers.vocabulary import Embedding, Head
 from longstraw_jax.models.qwen36 import reference, walk, weights
 from longstraw_jax.models.qwen36.attention import AttentionLayer
 from longstraw_jax.models.qwen36.gdn import GdnLayer, HeadShards
-from longstraw_jax.models.qwen36.spec import Qwen36Spec
+from longstraw_jax.models.qwen36.spec import Qwen36Spec, spec_to_hf
 from longstraw_jax.sharding import Owners, PlacementRules
 
 LINEAR_LAYERS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj",
@@ -150,8 +150,8 @@ class Qwen36Model:
                   "tail": jax.ShapeDtypeStruct(lead + tail, self.dtype)}
         return shapes, {"S": PartitionSpec(None, None, self.owners.axes), "tail": PartitionSpec(None, None, None, self.owners.axes)}
 
-    def extend(self, trainable, frozen, branch, segment):
-        return walk.extend(self, trainable, frozen, branch, segment)
+    def extend(self, trainable, frozen, branch, segment, *, stored=False):
+        return walk.extend(self, trainable, frozen, branch, segment, stored)
 
     def pull(self, trainable, frozen, branch, segment, kept, hidden, cotangent, gradient):
         return walk.pull(self, trainable, frozen, branch, segment, kept, hidden, cotangent, gradient)
@@ -169,6 +169,9 @@ class Qwen36Model:
         if grown is not None:
             gradient = {**gradient, "lm_head": {"weight": grown}, "norm": add_entry(gradient["norm"], norm_bar)}
         return hidden_bar, gradient
+
+    def hf_config(self):
+        return spec_to_hf(self.spec)
 
     def reference_logprobs(self, weights, ids, stop):
         base = {name: x for name, x in weights.items() if not name.endswith((".lora_A", ".lora_B"))}

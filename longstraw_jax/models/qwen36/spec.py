@@ -91,6 +91,16 @@ def spec_from_hf(config: dict) -> Qwen36Spec:
     return Qwen36Spec(**{f.name: values[f.name] for f in fields(Qwen36Spec)})
 
 
+def spec_to_hf(spec: Qwen36Spec) -> dict:
+    """The inverse of `spec_from_hf`: the fields of a text model's `config.json`."""
+    values = {f.name: getattr(spec, f.name) for f in fields(spec)}
+    rope = {"rope_type": "default", **{name: values.pop(name) for name in ("rope_theta", "partial_rotary_factor")}}
+    pairs = spec.rotary_dim // 2
+    # text has one position in all three sections of the rotation, so that how they share the pairs makes no difference
+    rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+    return {"model_type": "qwen3_5_text", **values, "rope_parameters": rope | {"mrope_interleaved": True}, "tie_word_embeddings": False}
+
+
 def _interval(text: dict) -> int | None:
     """The interval of full attention, from `layer_types` where it is given (it decides in transformers), else from its field."""
     kinds = text.get("layer_types")

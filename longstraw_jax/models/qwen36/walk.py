@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from longstraw_jax.models.qwen36.model import Qwen36Model
 
 
-def extend(model: Qwen36Model, trainable: Tree, frozen: Tree, branch: Branch, segment: Segment) -> tuple[Branch, jax.Array, Tree]:
+def extend(
+    model: Qwen36Model, trainable: Tree, frozen: Tree, branch: Branch, segment: Segment, stored: bool
+) -> tuple[Branch, jax.Array, Tree]:
     """The segment through all layers: (branch after it, hidden states before the final norm, what `pull` needs).
 
     Kept for `pull`: each layer's input and each attention's output with its log-normaliser. A caller that does not use them
-    pays nothing: they are dead code then.
+    pays nothing: they are dead code then. Where the rows are `stored` the loop carries no pages, which XLA might copy.
     """
     embed = model.bind("embed_tokens", trainable.get("embed_tokens", {}), frozen.get("embed_tokens", {}))
     x = embed(segment.ids, segment.valid(), model.owners, model.dtype)
@@ -40,8 +42,9 @@ def extend(model: Qwen36Model, trainable: Tree, frozen: Tree, branch: Branch, se
         x, (inputs, recurrent) = lax.scan(gdn, x, (trainable["gdn"], frozen["gdn"], recurrent))
         attention = model.bind("attention", trainable["attention"], frozen["attention"])
         q, gate, k, v = attention.project(x, segment)
-        rows = {name: write(rows[name], y[None], (layer, first_slot)) for name, y in (("k", k), ("v", v))}
-        own = dataclasses.replace(branch.own, rows=rows, length=length)
+        if not stored:
+            rows = {name: write(rows[name], y[None], (layer, first_slot)) for name, y in (("k", k), ("v", v))}
+        own = dataclasses.replace(branch.own, rows=branch.own.rows if stored else rows, length=length)
         out, lse = attend(q, segment, _sources(model, branch.prefix, own, layer), model.sizes)
         kept = {"gdn": inputs, "attention": x, "out": out, "lse": lse}
         return (attention.finish(x, out, gate, segment), rows), (recurrent, kept)
@@ -53,8 +56,8 @@ def extend(model: Qwen36Model, trainable: Tree, frozen: Tree, branch: Branch, se
 
     stacks = ({name: tree.get(name, {}) for name in ("gdn", "attention")} for tree in (trainable, frozen))
     (x, rows), (recurrent, kept) = lax.scan(
-        period, (x, branch.own.rows), (*stacks, branch.recurrent, jnp.arange(model.spec.periods)))
-    own = dataclasses.replace(branch.own, rows=rows, length=length)
+        period, (x, None if stored else branch.own.rows), (*stacks, branch.recurrent, jnp.arange(model.spec.periods)))
+    own = dataclasses.replace(branch.own, rows=branch.own.rows if stored else rows, length=length)
     return Branch(branch.prefix, own, recurrent), x, kept
 
 
