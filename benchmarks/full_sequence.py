@@ -1,10 +1,10 @@
-"""One GRPO step on a long prompt: the conventional full-sequence step in PyTorch against capture, replay and update.
+"""One GRPO step on a long prompt: the conventional full-sequence step in PyTorch against capture, replay, sweep and update.
 
     python benchmarks/full_sequence.py --prompts 1024,4096 --groups 2,8 --budget-minutes 30
 
 Both sides train the same LoRA adapter of the same random checkpoint on the same tokens, on one CPU device with the same
-threads. The conventional step (`tests/torch_reference.py`) runs every member's prompt and response through transformers
-under autograd. Each measurement has a process of its own, and a row that could not be measured says why. Linux only: memory
+threads. The conventional step (`longstraw_jax/conventional/pytorch.py`) runs every member's prompt and response through
+transformers under autograd. Ours is measured with the response gradient, and with the full one, which is PyTorch's. Each measurement has a process of its own, and a row that could not be measured says why. Linux only: memory
 is read from /proc. Needs torch, transformers, peft and matplotlib. Writes full_sequence.json, .md and .png.
 """
 
@@ -29,7 +29,7 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
-from full_sequence_report import CHECKPOINTED, GIB, METHODS, MIB, OURS, markdown, write
+from full_sequence_report import CHECKPOINTED, FULL, GIB, METHODS, MIB, OURS, markdown, write
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -63,8 +63,9 @@ class Case:
         responses = [rng.integers(0, SHAPE["vocab_size"], self.response) for _ in range(self.group)]
         return prompt, responses, rng.standard_normal(self.group).tolist()
 
-    def logprobs_file(self, directory: Path) -> Path:
-        return directory / f"{METHODS.index(self.method)}-{self.prompt}-{self.group}.npy"
+    def results_file(self, directory: Path) -> Path:
+        """What the first step computed: `logprobs` [G, R], and the gradient by parameter name."""
+        return directory / f"{METHODS.index(self.method)}-{self.prompt}-{self.group}.npz"
 
 
 def prepare(directory: Path) -> None:
@@ -86,7 +87,7 @@ def prepare(directory: Path) -> None:
 
 
 class TorchStep:
-    """The conventional step. Calling it makes one and returns the log-probabilities [G, R] before it."""
+    """The conventional step. Calling it makes one and returns its log-probabilities [G, R] and its gradient."""
 
     def __init__(self, case: Case, directory: Path, threads: int):
         import torch
@@ -112,30 +113,35 @@ class TorchStep:
         return response_step(self.model, prompt, responses, advantages, detach_prompt=False,
                              gradient_checkpointing=self.case.method == CHECKPOINTED)[1]
 
-    def __call__(self) -> np.ndarray:
+    def __call__(self) -> dict[str, np.ndarray]:
         logprobs = self._gradient(*self.data)
         self.optimizer.step()
-        return np.stack([row.numpy() for row in logprobs])
+        gradient = {name.removeprefix("base_model.model.").removesuffix(".default.weight"): p.grad.numpy()
+                    for name, p in self.model.named_parameters() if p.grad is not None}
+        return {"logprobs": np.stack([row.numpy() for row in logprobs]), **gradient}
 
     def figures(self) -> dict:
         return {"compile_seconds": 0.0}
 
 
 class LongstrawStep:
-    """Capture, replay and update. The warm-up is a whole step, which compiles; each step starts from the same policy."""
+    """Capture, replay, sweep and update. The warm-up is a whole step, which compiles; each step starts from the same policy."""
 
     def __init__(self, case: Case, directory: Path, threads: int):
         import longstraw_jax as ls
         from longstraw_jax.capture import capture_program
         from longstraw_jax.members import members_program
+        from longstraw_jax.sweep import sweep_program
 
+        self.kind = "full" if case.method == FULL else "response"
         mesh, self.config = ls.make_mesh(), ls.OptimizerConfig(learning_rate=LEARNING_RATE)
         self.policy = ls.load_policy(directory / "model", mesh, adapter=directory / "adapter", sizes=ls.BlockSizes(**SIZES))
         prompt, responses, advantages = case.data()
         members = [ls.Response(ids, advantage=a) for ids, a in zip(responses, advantages, strict=True)]
         self.group, model = ls.Group(prompt, members), self.policy.model
-        self.programs = {"capture": capture_program(model, mesh), "replay": members_program(model, mesh)}
-        self.seconds: dict[str, list[float]] = {"capture": [], "replay": [], "update": []}
+        self.programs = {"capture": capture_program(model, mesh), "replay": members_program(model, mesh, self.kind == "full"),
+                         "sweep": sweep_program(model, mesh)}
+        self.seconds: dict[str, list[float]] = {name: [] for name in ("capture", "replay", "sweep", "update")}
         self.moments = ls.init_optimizer(self.policy, self.config)
 
     def warm_up(self) -> None:
@@ -149,25 +155,30 @@ class LongstrawStep:
         yield
         self.seconds[stage].append(time.perf_counter() - begun)
 
-    def __call__(self) -> np.ndarray:
+    def __call__(self) -> dict[str, np.ndarray]:
         import jax
 
         import longstraw_jax as ls
+        from longstraw_jax.models.parameters import to_host
 
         with self._clock("capture"):
-            state = ls.capture(self.policy, self.group.prompt_ids)
+            state = ls.capture(self.policy, self.group.prompt_ids, gradient=self.kind)
             jax.block_until_ready(state.rows)
         with self._clock("replay"):
-            replayed = ls.replay(self.policy, state, self.group)
+            replayed = ls.replay(self.policy, state, self.group, gradient=self.kind)
             jax.block_until_ready(replayed.gradient)
+        with self._clock("sweep"):
+            replayed = ls.sweep(self.policy, state, self.group.prompt_ids, replayed, gradient=self.kind)
+            jax.block_until_ready(replayed.gradient)
+        gradient = to_host(replayed.gradient, self.policy.model.abstract_parameters()[0])
         with self._clock("update"):
             moved = ls.update(self.policy, self.moments, replayed.gradient, self.config)
             jax.block_until_ready(moved.policy.trainable)
         self.moments = moved.optimizer_state
-        return np.stack(replayed.logprobs)
+        return {"logprobs": np.stack(replayed.logprobs), **gradient}
 
     def figures(self) -> dict:
-        temporary = {name: max(x.memory_analysis().temp_size_in_bytes for x in program.executables.values())
+        temporary = {name: max((x.memory_analysis().temp_size_in_bytes for x in program.executables.values()), default=0)
                      for name, program in self.programs.items()}
         return {"compile_seconds": sum(program.compile_seconds for program in self.programs.values()),
                 "temporary_bytes": temporary, "stages": {name: statistics.median(x) for name, x in self.seconds.items()}}
@@ -182,7 +193,7 @@ def resident(field: str) -> int:
 def measure(case: Case, directory: Path, threads: int, limit: int) -> dict:
     """Median seconds of a step, and how far the process grew above what it held before: weights, moments, programs."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])  # before either side starts its threads
-    step = (LongstrawStep if case.method == OURS else TorchStep)(case, directory, threads)
+    step = (LongstrawStep if case.method in (OURS, FULL) else TorchStep)(case, directory, threads)
     step.warm_up()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # what the warm-up freed shall not hide growth
@@ -192,14 +203,14 @@ def measure(case: Case, directory: Path, threads: int, limit: int) -> dict:
     while len(seconds) < (1 if seconds and seconds[0] > LONG else REPEATS):
         begun, used = time.perf_counter(), time.process_time()
         try:
-            logprobs = step()
+            results = step()
         except (MemoryError, RuntimeError) as error:
             refused = any(x in str(error) for x in ("allocate memory", "RESOURCE_EXHAUSTED"))
             if not refused and not isinstance(error, MemoryError):
                 raise
             return {"status": f"out of memory: the step failed at a limit of {limit / GIB:.1f} GiB"}
         if not seconds:
-            np.save(case.logprobs_file(directory), logprobs)
+            np.savez(case.results_file(directory), **results)
         seconds.append(time.perf_counter() - begun)
         busy.append(time.process_time() - used)
     return {"status": "measured", "seconds": statistics.median(seconds), "all_seconds": seconds, "cpu_seconds": busy,
@@ -245,7 +256,7 @@ def refusal(case: Case, rows: list[dict], limit: int, seconds_left: float) -> di
     last = max(earlier, key=lambda r: (r["prompt"], r["group"]))
     longer = (case.prompt + case.response) / (last["prompt"] + last["response"])
     peak = int(last["peak_bytes"] * longer)
-    if case.method != OURS and peak > limit:
+    if case.method not in (OURS, FULL) and peak > limit:
         return {"status": f"out of memory: needs about {peak / GIB:.0f} GiB (from P = {last['prompt']:,}), "
                           f"{limit / GIB:.0f} GiB are there; not started", "estimated_peak_bytes": peak}
     one = last["seconds"] * longer ** (1.5 if longer > 1 else 1) * case.group / last["group"]
@@ -257,21 +268,29 @@ def refusal(case: Case, rows: list[dict], limit: int, seconds_left: float) -> di
 
 
 def compare(args: argparse.Namespace, directory: Path) -> list[dict]:
-    """All rows, shortest first, with the differences of their log-probabilities from ours."""
+    """All rows, shortest first, with their differences from ours."""
     rows, end = [], time.monotonic() + 60 * args.budget_minutes
     in_child({"directory": str(directory)})
     for case in (Case(m, p, g, args.response) for p in args.prompts for g in args.groups for m in METHODS):
         limit, left = free_bytes(args.memory_gib), end - time.monotonic()
         job = {"directory": str(directory), "case": asdict(case), "threads": args.threads, "limit": limit}
         row = asdict(case) | (refusal(case, rows, limit, left) or in_child(job, timeout=max(60.0, left)))
-        ours = Case(OURS, case.prompt, case.group, case.response).logprobs_file(directory)
-        if row["status"] == "measured" and case.method != OURS and ours.exists():
-            row["logprob_difference"] = float(np.abs(np.load(case.logprobs_file(directory)) - np.load(ours)).max())
+        ours = Case(FULL, case.prompt, case.group, case.response).results_file(directory)
+        if row["status"] == "measured" and case.method not in (OURS, FULL) and ours.exists():
+            row |= differences(np.load(case.results_file(directory)), np.load(ours))
         rows.append(row)
         measured = row["status"] == "measured"
         figures = f"{row['seconds']:.2f} s, {row['peak_bytes'] / MIB:,.0f} MiB" if measured else row["status"]
         print(f"P={case.prompt:,} G={case.group} {case.method}: {figures}", flush=True)
     return rows
+
+
+def differences(theirs: dict[str, np.ndarray], ours: dict[str, np.ndarray]) -> dict[str, float]:
+    """Largest difference of log-probabilities, and of a parameter's gradient relative to its norm."""
+    names = [name for name in theirs if name != "logprobs"]
+    assert sorted(names) == sorted(name for name in ours if name != "logprobs"), "not the same parameters"
+    return {"logprob_difference": float(np.abs(theirs["logprobs"] - ours["logprobs"]).max()),
+            "gradient_difference": max(float(np.linalg.norm(theirs[n] - ours[n]) / np.linalg.norm(theirs[n])) for n in names)}
 
 
 def machine(threads: int) -> dict:

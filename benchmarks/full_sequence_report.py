@@ -9,9 +9,10 @@ import json
 import sys
 from pathlib import Path
 
-OURS, PLAIN, CHECKPOINTED = "longstraw_jax", "PyTorch", "PyTorch, gradient checkpointing"
-METHODS = (OURS, PLAIN, CHECKPOINTED)
-STYLES = {OURS: {"color": "tab:green", "marker": "o"}, PLAIN: {"color": "tab:red", "marker": "s"},
+OURS, FULL = "longstraw_jax, response gradient", "longstraw_jax, full gradient"
+PLAIN, CHECKPOINTED = "PyTorch", "PyTorch, gradient checkpointing"
+METHODS = (OURS, FULL, PLAIN, CHECKPOINTED)
+STYLES = {OURS: {"color": "tab:green", "marker": "o"}, FULL: {"color": "tab:blue", "marker": "o"}, PLAIN: {"color": "tab:red", "marker": "s"},
           CHECKPOINTED: {"color": "tab:orange", "marker": "^"}}
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -19,23 +20,24 @@ MIB, GIB = 1 << 20, 1 << 30
 def markdown(result: dict) -> str:
     rows = result["rows"]
     lines = [*_preamble(result), "",
-             "| P | G | method | step, s | | peak, MiB | | compile, s | log-prob difference |",
-             "|--:|--:|---|--:|--:|--:|--:|--:|--:|"]
+             "| P | G | method | step, s | | peak, MiB | | compile, s | log-prob difference | gradient difference |",
+             "|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|"]
     for r in rows:
         head = f"| {r['prompt']:,} | {r['group']} | {r['method']} | "
         if r["status"] != "measured":
-            lines.append(head + f"{r['status']} | | | | | |")
+            lines.append(head + f"{r['status']} | | | | | | |")
             continue
-        difference = f"{r['logprob_difference']:.1e}" if "logprob_difference" in r else ""
+        differences = " | ".join(f"{r[key]:.1e}" if key in r else "" for key in ("logprob_difference", "gradient_difference"))
         lines.append(head + f"{r['seconds']:.2f} | {_ratio(r, rows, 'seconds')} | {r['peak_bytes'] / MIB:,.0f} | "
-                     f"{_ratio(r, rows, 'peak_bytes')} | {r['compile_seconds']:.0f} | {difference} |")
+                     f"{_ratio(r, rows, 'peak_bytes')} | {r['compile_seconds']:.0f} | {differences} |")
     lines += ["", "Ours by stage, with the compiler's count of temporary bytes:", "",
-              "| P | G | capture, s | replay, s | update, s | capture, MiB | replay, MiB |",
-              "|--:|--:|--:|--:|--:|--:|--:|"]
+              "| P | G | gradient | capture, s | replay, s | sweep, s | update, s | capture, MiB | replay, MiB | sweep, MiB |",
+              "|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|"]
     for r in (r for r in rows if "stages" in r):
         seconds = " | ".join(f"{x:.2f}" for x in r["stages"].values())
         temporary = " | ".join(f"{x / MIB:,.0f}" for x in r["temporary_bytes"].values())
-        lines.append(f"| {r['prompt']:,} | {r['group']} | {seconds} | {temporary} |")
+        kind = "full" if r["method"] == FULL else "response"
+        lines.append(f"| {r['prompt']:,} | {r['group']} | {kind} | {seconds} | {temporary} |")
     return "\n".join([*lines, "", "![time and memory](full_sequence.png)", ""])
 
 
@@ -49,17 +51,17 @@ def _preamble(result: dict) -> list[str]:
         f"Qwen3.6's layer pattern in float32: {shape}. LoRA rank {result['rank']} on every linear layer of the blocks, "
         f"AdamW, random tokens, {result['rows'][0]['response']} tokens a response.", "",
         "PyTorch: prompt and response of each member under autograd, one member after the other, `sdpa` attention; on a CPU "
-        "transformers runs the delta rule in plain PyTorch. Ours: capture, replay, update. Both compute the same "
-        "log-probabilities (last column: the largest difference). The gradients are not the same: ours holds the prompt's "
-        "state fixed, the conventional one does not.", "",
+        "transformers runs the delta rule in plain PyTorch. Ours: capture, replay, sweep, update. The full gradient is the "
+        "conventional one (last columns: the largest difference of a log-probability, and of a matrix's gradient relative to its "
+        "norm); the response gradient holds the prompt's state fixed and is another.", "",
         "Seconds: the median of three steps, or one step where it takes more than a minute. Peak: growth of the process's "
-        "resident memory during a step. `x`: how many times ours."]
+        "resident memory during a step. `x`: how many times less than PyTorch."]
 
 
 def _ratio(row: dict, rows: list[dict], key: str) -> str:
-    same = (r for r in rows if r["method"] == OURS and (r["prompt"], r["group"]) == (row["prompt"], row["group"]))
-    ours = next(same, {}).get(key)
-    return f"{row[key] / ours:.1f}x" if ours and row["method"] != OURS else ""
+    same = (r for r in rows if r["method"] == PLAIN and (r["prompt"], r["group"]) == (row["prompt"], row["group"]))
+    conventional = next(same, {}).get(key)
+    return f"{conventional / row[key]:.1f}x" if conventional and row["method"] in (OURS, FULL) else ""
 
 
 def draw(rows: list[dict], path: Path) -> None:
