@@ -1,9 +1,11 @@
 # Sets up longstraw_jax in a virtual environment of its own, and runs it there. Needs Python >= 3.11 and nothing else.
 #   make demo PYTHON=/usr/bin/python3.12     another Python
 #   make test ARGS="tests/models -x"         arguments for the command behind the target
+#   make test WORKERS=1                      in one process; files of tests are dealt to that many
 
 VENV := .venv
 ARGS ?=
+WORKERS ?= 2
 PYTHON ?= python3
 # Tried in turn where `python3` is too old; a Python that was asked for by name has no substitute.
 ifeq ($(origin PYTHON),file)
@@ -23,7 +25,7 @@ demo: $(VENV)/.base  ## one GRPO step from capture to update on this machine, no
 	$(VENV)/bin/longstraw demo $(ARGS)
 
 test: $(VENV)/.test  ## the test suite
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/.lint  ## ruff over the whole tree
 	$(VENV)/bin/python -m ruff check $(ARGS) .

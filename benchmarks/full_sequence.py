@@ -4,8 +4,9 @@
 
 Both sides train the same LoRA adapter of the same random checkpoint on the same tokens, on one CPU device with the same
 threads. The conventional step (`longstraw_jax/conventional/pytorch.py`) runs every member's prompt and response through
-transformers under autograd. Ours is measured with the response gradient, and with the full one, which is PyTorch's. Each measurement has a process of its own, and a row that could not be measured says why. Linux only: memory
-is read from /proc. Needs torch, transformers, peft and matplotlib. Writes full_sequence.json, .md and .png.
+transformers under autograd. Ours is measured with the response gradient, and with the full one, which is PyTorch's. Each
+measurement has a process of its own, and a row that could not be measured says why. Linux only: memory is read from /proc.
+Needs torch, transformers, peft and matplotlib. Writes full_sequence.json, .md and .png.
 """
 
 from __future__ import annotations

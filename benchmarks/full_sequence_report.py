@@ -12,8 +12,8 @@ from pathlib import Path
 OURS, FULL = "longstraw_jax, response gradient", "longstraw_jax, full gradient"
 PLAIN, CHECKPOINTED = "PyTorch", "PyTorch, gradient checkpointing"
 METHODS = (OURS, FULL, PLAIN, CHECKPOINTED)
-STYLES = {OURS: {"color": "tab:green", "marker": "o"}, FULL: {"color": "tab:blue", "marker": "o"}, PLAIN: {"color": "tab:red", "marker": "s"},
-          CHECKPOINTED: {"color": "tab:orange", "marker": "^"}}
+STYLES = {OURS: {"color": "tab:green", "marker": "o"}, FULL: {"color": "tab:blue", "marker": "o"},
+          PLAIN: {"color": "tab:red", "marker": "s"}, CHECKPOINTED: {"color": "tab:orange", "marker": "^"}}
 MIB, GIB = 1 << 20, 1 << 30
 
 

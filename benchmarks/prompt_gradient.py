@@ -144,14 +144,16 @@ def learn(policy: ls.Policy, kind: str, length: int, steps: int, rate: float, se
             group = ls.Group(prompt, tuple(ls.Response([token], reward=float(token == right[0])) for token in drawn))
             if not group.advantages.any():
                 continue
-            replayed = ls.replay(policy, state, group, gradient=kind, accumulator=gradient, weights=np.full(GROUP, 1 / GROUP / PROMPTS_A_STEP))
+            replayed = ls.replay(policy, state, group, gradient=kind, accumulator=gradient,
+                                 weights=np.full(GROUP, 1 / GROUP / PROMPTS_A_STEP))
             gradient = ls.sweep(policy, state, prompt, replayed, gradient=kind).gradient
         rewards.append(float(np.mean(reward)))
         if gradient is not None:
             moved = ls.update(policy, moments, gradient, config)
             policy, moments = moved.policy, moved.optimizer_state
-    print(f"{kind}, seed {seed}: {np.mean(rewards[:5]):.3f} -> {np.mean(rewards[-5:]):.3f}, {time.perf_counter() - begun:.0f} s", flush=True)
-    return {"gradient": kind, "seed": seed, "rewards": rewards, "seconds": time.perf_counter() - begun}
+    seconds = time.perf_counter() - begun
+    print(f"{kind}, seed {seed}: {np.mean(rewards[:5]):.3f} -> {np.mean(rewards[-5:]):.3f}, {seconds:.0f} s", flush=True)
+    return {"gradient": kind, "seed": seed, "rewards": rewards, "seconds": seconds}
 
 
 def draw(result: dict, path: Path) -> None:

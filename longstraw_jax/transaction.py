@@ -115,8 +115,9 @@ class Transaction:
         largest = max(self.groups, key=lambda g: len(g.prompt_ids) + max(len(r.ids) for r in g.responses))
         return Receipt(
             model=self.name, positions=len(largest.prompt_ids) + max(len(r.ids) for r in largest.responses),
-            group=max(len(g.responses) for g in self.groups), mesh=dict(self.policy.mesh.shape),
-            gradient=self.gradient.kind, prompt_gradient_window=self.gradient.prompt_gradient_window, loss=loss, grad_norm=norm, step=self.policy.step, updated=updated, stages=clock.stages,
+            group=max(len(g.responses) for g in self.groups), mesh=dict(self.policy.mesh.shape), gradient=self.gradient.kind,
+            prompt_gradient_window=self.gradient.prompt_gradient_window, loss=loss, grad_norm=norm, step=self.policy.step,
+            updated=updated, stages=clock.stages,
             device_bytes={**parameter_bytes(self.policy, self._state), **held}, metrics=figures,
             prompts=[prompt_digest(g.prompt_ids) for g in self.groups])
 

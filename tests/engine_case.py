@@ -53,11 +53,15 @@ def ours(p: Policy, g: Group, objective: ObjectiveConfig = OBJECTIVE, gradient: 
     return sweep(p, state, g.prompt_ids, replayed(p, state, g, objective, gradient), gradient=gradient)
 
 
-def replayed(p: Policy, state: ResidentState, g: Group, objective: ObjectiveConfig = OBJECTIVE, gradient: str | GradientConfig = "response"):
+def replayed(
+    p: Policy, state: ResidentState, g: Group, objective: ObjectiveConfig = OBJECTIVE, gradient: str | GradientConfig = "response"
+):
     return replay(p, state, g, old=others(g, 1), reference=others(g, 2), objective=objective, gradient=gradient)
 
 
-def conventional(p: Policy, g: Group, objective: ObjectiveConfig = OBJECTIVE, fixed: int = PROMPT - 1) -> tuple[float, dict[str, np.ndarray]]:
+def conventional(
+    p: Policy, g: Group, objective: ObjectiveConfig = OBJECTIVE, fixed: int = PROMPT - 1
+) -> tuple[float, dict[str, np.ndarray]]:
     """(loss, gradient by checkpoint name) of plain autodiff, the state of the first `fixed` positions held fixed."""
     return autodiff_gradient(p, g, fixed=fixed, old=others(g, 1), reference=others(g, 2), objective=objective)
 

@@ -9,9 +9,10 @@ from longstraw_jax.cli import main
 from longstraw_jax.cli.verify import exit_code
 
 NAMES = {
-    "BlockSizes", "GradientConfig", "Group", "InputError", "LongstrawError", "LoraConfig", "ObjectiveConfig", "OptimizerConfig", "Policy", "Replay",
-    "ResidentState", "Response", "Transaction", "UnsupportedError", "capture", "fake_cpu_devices", "init_optimizer", "load_policy",
-    "load_tokenizer", "make_mesh", "read_groups", "replay", "save_adapter", "score", "sweep", "update",
+    "BlockSizes", "GradientConfig", "Group", "InputError", "LongstrawError", "LoraConfig", "ObjectiveConfig",
+    "OptimizerConfig", "Policy", "Replay", "ResidentState", "Response", "Transaction", "UnsupportedError", "capture",
+    "fake_cpu_devices", "init_optimizer", "load_policy", "load_tokenizer", "make_mesh", "read_groups", "replay",
+    "save_adapter", "score", "sweep", "update",
 }
 
 

@@ -11,7 +11,6 @@ from longstraw_jax.capture import capture
 from longstraw_jax.config import GradientConfig
 from longstraw_jax.errors import InputError
 from longstraw_jax.replay import replay
-from longstraw_jax.score import score
 from longstraw_jax.sweep import sweep
 from longstraw_jax.types import Group
 
@@ -116,17 +115,17 @@ def test_each_parameter_learns_from_the_prompt(policy, group, wanted):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("lengths", [(5,), (16, 1, 33, 7, 37, 2, 12, 20)], ids=len)
-def test_any_group(lengths):
-    policy, group = case.policy((1, 1)), case.group(lengths, prompt=41, seed=4)
+def test_a_larger_group_of_all_lengths():
+    policy, group = case.policy((1, 1)), case.group((16, 1, 33, 7, 37, 2, 12, 20), prompt=41, seed=4)
     group = Group(group.prompt_ids, tuple(dataclasses.replace(r, reward=None, advantage=1.0 - i) for i, r in enumerate(group.responses)))
     assert case.farthest(policy, case.ours(policy, group, gradient="full").gradient, case.conventional(policy, group, fixed=0)[1]) < 1e-9
 
 
-def test_a_state_must_reach_as_far_as_the_sweep(group):
-    policy = case.policy((2, 1), dtype="float32")
+@pytest.mark.usefixtures("x64")
+def test_a_state_must_reach_as_far_as_the_sweep(policy, group):
     state = capture(policy, group.prompt_ids)
     replayed = replay(policy, state, group, gradient="full")
+    assert replayed.metrics["ratio_max"] == replayed.metrics["ratio_mean"] == 1.0
     with pytest.raises(InputError, match="holds no entry states, and this gradient goes back to position 0"):
         sweep(policy, state, group.prompt_ids, replayed)
     near = GradientConfig("full", 26)
@@ -137,9 +136,6 @@ def test_a_state_must_reach_as_far_as_the_sweep(group):
         sweep(policy, state, group.prompt_ids, replayed)
     with pytest.raises(InputError, match="captured from other prompt"):
         sweep(policy, state, group.prompt_ids[::-1], replayed, gradient=near)
-    assert replayed.metrics["ratio_max"] == replayed.metrics["ratio_mean"] == 1.0
-    for scored, again in zip(score(policy, state, group.responses), replayed.logprobs, strict=True):
-        np.testing.assert_allclose(scored, again, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(("options", "says"), [

@@ -111,5 +111,6 @@ def _show_worst(level: dict) -> None:
         table.add_column(column)
     for name in ("autodiff", "pytorch", "response"):
         for row in level[name].get("worst", []):
-            table.add_row(name, row["parameter"], f"{row['relative_difference']:.2g}", f"{row['cosine']:.9f}", f"{row['max_deviation']:.2g}")
+            figures = f"{row['relative_difference']:.2g}", f"{row['cosine']:.9f}", f"{row['max_deviation']:.2g}"
+            table.add_row(name, row["parameter"], *figures)
     Console(highlight=False).print(table)

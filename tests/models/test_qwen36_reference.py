@@ -17,7 +17,6 @@ from longstraw_jax.models.qwen36.spec import Qwen36Spec, spec_from_hf
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 import torch_reference  # noqa: E402
-
 from longstraw_jax.conventional import pytorch  # noqa: E402
 
 # transformers cuts the delta rule into chunks of 64 tokens: the prompt is shorter than one, a response longer.
