@@ -18,7 +18,7 @@ from longstraw_jax.models.base import Branch, Model, Pages, Segment, Tree
 from longstraw_jax.policy import Policy
 from longstraw_jax.programs import StageProgram
 from longstraw_jax.sharding import Layout
-from longstraw_jax.state import EntryStates, Fingerprint, ResidentState, empty_state, page_count, rows_spec
+from longstraw_jax.state import EntryStates, Fingerprint, ResidentState, empty_state, page_count, rows_spec, state_placement
 
 
 @functools.cache
@@ -26,7 +26,7 @@ def capture_program(model: Model, mesh: Mesh) -> StageProgram:
     """(trainable, frozen, rows, recurrent, ids [chunk], start, length) -> (rows, recurrent); the state is donated."""
 
     def chunk(trainable, frozen, rows, recurrent, ids, start, length):
-        branch = Branch(None, Pages.of(rows, jnp.int32(0), start), recurrent)
+        branch = Branch(None, Pages.of(rows, jnp.int32(0), start, model.memory == "host"), recurrent)
         segment = Segment(ids, start, length, Layout(model.owners, model.sizes.page))
         branch, _, _ = model.extend(trainable, frozen, branch, segment)
         return branch.own.paged(), branch.recurrent
@@ -34,7 +34,8 @@ def capture_program(model: Model, mesh: Mesh) -> StageProgram:
     trainable, frozen = map(parameters.specs, model.abstract_parameters())
     state = (dict.fromkeys(model.abstract_rows(1, 1), rows_spec(model)), model.abstract_recurrent()[1])
     scalar = PartitionSpec()
-    return StageProgram(chunk, mesh, (trainable, frozen, *state, model.owners.spec, scalar, scalar), state, donate=(2, 3))
+    return StageProgram(chunk, mesh, (trainable, frozen, *state, model.owners.spec, scalar, scalar), state, donate=(2, 3),
+                        placed=state_placement(model, mesh))
 
 
 def chunk_tokens(model: Model, tokens: int) -> int:
@@ -79,7 +80,7 @@ def capture(
             entries[start] = _kept(recurrent, gradient.entry_states)
         ids, length = chunk_ids(policy, prompt_ids, start, chunk)
         rows, recurrent = program(policy.trainable, policy.frozen, rows, recurrent, ids, jnp.int32(start), jnp.int32(length))
-        jax.block_until_ready(recurrent)  # one chunk in flight: queued programs would each hold their inputs
+        jax.block_until_ready((rows, recurrent))  # one chunk in flight: queued programs would each hold their inputs
         if progress:
             progress(start + length, tokens)
     return ResidentState(rows, recurrent, tokens, int(prompt_ids[-1]), Fingerprint.of(policy, prompt_ids),

@@ -19,14 +19,13 @@ from longstraw_jax.models.base import Model, Parameter, Tree
 from longstraw_jax.models.checkpoint import SafetensorsDirectory, match_names, read_config
 from longstraw_jax.models.registry import make_model, named_spec, spec_of_config
 from longstraw_jax.policy import Policy, random_policy
-from longstraw_jax.sharding import Owners
 
 DTYPES = ("auto", "bfloat16", "float32", "float64")
 
 
 def load_policy(
     model: str | os.PathLike, mesh: Mesh, *, adapter: str | os.PathLike | None = None, lora: LoraConfig | None = None,
-    trainable: str = "lora", dtype: str = "auto", sizes: BlockSizes | None = None, seed: int = 0,
+    trainable: str = "lora", dtype: str = "auto", sizes: BlockSizes | None = None, memory: str = "device", seed: int = 0,
     note: Callable[[str], None] = lambda text: None,
 ) -> Policy:
     """A policy on a mesh, every device reading just its own shards.
@@ -37,6 +36,7 @@ def load_policy(
       lora: a fresh adapter where none is given (default: rank 16 on every linear layer).
       trainable: "lora", or "all" for every parameter and no adapter.
       dtype: of base weights and activations; "auto" takes float32 where the checkpoint has it, else bfloat16.
+      memory: where prompts' pages lie, "device", or "host": in its pinned memory, a layer at a time on the device.
       seed: of random weights and fresh adapters.
       note: told, in a sentence, what was left out by name.
 
@@ -46,6 +46,8 @@ def load_policy(
         raise InputError(f"trainable is {trainable!r}; wanted 'lora' or 'all'")
     if dtype not in DTYPES:
         raise InputError(f"dtype is {dtype!r}; wanted one of {', '.join(DTYPES)}")
+    if memory not in ("device", "host"):
+        raise InputError(f"memory is {memory!r}; wanted 'device' or 'host'")
     if trainable == "all" and (adapter or lora):
         raise InputError("an adapter was given with trainable 'all'; wanted either adapters or all parameters to be trained")
     given = read_adapter(adapter) if adapter else None
@@ -55,7 +57,7 @@ def load_policy(
     spec = spec_of_config(read_config(directory)) if directory else named_spec(str(model))
     files = SafetensorsDirectory(directory) if directory else None
     dtype = _dtype_of(files) if dtype == "auto" else dtype
-    built = make_model(spec, Owners.of(mesh), dtype=dtype, lora=lora, sizes=sizes or BlockSizes())
+    built = make_model(spec, mesh, dtype=dtype, lora=lora, sizes=sizes or BlockSizes(), memory=memory)
     policy = random_policy(built, mesh, seed) if files is None else _read_weights(built, mesh, files, seed, note)
     return policy if given is None else with_adapter(policy, given)
 
@@ -75,7 +77,7 @@ def _dtype_of(files: SafetensorsDirectory | None) -> str:
 
 def _read_weights(model: Model, mesh: Mesh, files: SafetensorsDirectory, seed: int, note: Callable[[str], None]) -> Policy:
     abstract = model.abstract_parameters()
-    wanted = {name: p.shape[0 if p.layers is None else p.layers.ndim :] for p in _base_parameters(abstract)
+    wanted = {name: p.shape[0 if p.stack is None else p.stack.ndim :] for p in _base_parameters(abstract)
               for name in parameters.checkpoint_names(p).reshape(-1).tolist()}
     names, ignored = match_names(files.shapes, wanted, model.checkpoint_prefixes, model.checkpoint_ignored)
     if ignored:
@@ -104,7 +106,7 @@ def with_adapter(policy: Policy, adapter: PeftAdapter) -> Policy:
     wanted = {}
     for p in jax.tree.leaves(policy.model.abstract_parameters()[0], is_leaf=parameters.is_parameter):
         for name in parameters.checkpoint_names(p, "").reshape(-1).tolist():
-            wanted[name] = p.shape[p.layers.ndim :]
+            wanted[name] = p.shape[p.stack.ndim :]
     found = {f"{module}.lora_{side}": matrix for module, pair in adapter.matrices.items() for side, matrix in zip("AB", pair, strict=True)}
     for name in [*found, *wanted]:
         if name not in wanted:

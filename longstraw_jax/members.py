@@ -34,7 +34,7 @@ from longstraw_jax.objective import loss_and_slope, settings_of
 from longstraw_jax.policy import Policy
 from longstraw_jax.programs import StageProgram
 from longstraw_jax.sharding import Layout
-from longstraw_jax.state import ResidentState, StateCotangent, rows_spec
+from longstraw_jax.state import ResidentState, StateCotangent, cotangent_specs, rows_spec
 from longstraw_jax.types import Response
 
 Leaf = Any
@@ -154,7 +154,7 @@ def members_program(model: Model, mesh: Mesh, to_prompt: bool = False) -> StageP
     """
 
     def group(trainable, frozen, gradient, boundary, rows, recurrent, captured, members, settings, backward):
-        prompt = Pages.of(rows, jnp.int32(0), captured)
+        prompt = Pages.of(rows, jnp.int32(0), captured, model.memory == "host")
         walk = _Walk(model, trainable, frozen, prompt, recurrent, settings, backward)
         if to_prompt:
             boundary = Pages.of(boundary[0], prompt.start, captured).rows, boundary[1]
@@ -165,12 +165,12 @@ def members_program(model: Model, mesh: Mesh, to_prompt: bool = False) -> StageP
 
         gradient, (boundary, (logprobs, losses)) = grown(model, gradient, grow)
         if to_prompt:
-            boundary = dataclasses.replace(prompt, rows=boundary[0]).paged(), boundary[1]
+            boundary = dataclasses.replace(prompt, rows=boundary[0], host=False).paged(), boundary[1]
         return gradient, boundary, model.owners.gather(logprobs, axis=2), model.owners.sum(losses)
 
     scalar, specs = PartitionSpec(), [parameters.specs(tree) for tree in model.abstract_parameters()]
     state = (dict.fromkeys(model.abstract_rows(1, 1), rows_spec(model)), model.abstract_recurrent()[1])
-    boundary = state if to_prompt else ()
+    boundary = cotangent_specs(model) if to_prompt else ()
     settings = dict.fromkeys(("clip_low", "clip_high", "kl_beta", "temperature"), scalar)
     ins = (specs[0], specs[1], specs[0], boundary, *state, scalar, Members.specs(model.owners.axes), settings, scalar)
     return StageProgram(group, mesh, ins, (specs[0], boundary, scalar, scalar), donate=(2, 3))
@@ -187,6 +187,8 @@ class _Up(NamedTuple):
     """[N, B]"""
     lse: jax.Array
     """[N, B] log-normalisers."""
+    choices: Tree
+    """[N, ..] what each block chose; made again, not anew, on the way down."""
     kept: tuple[jax.Array, Tree] | None
     """Of a response of one block: its hidden states, and what its backward pass needs. Several blocks are run again."""
 
@@ -217,7 +219,8 @@ class _Walk:
         old = jnp.where(m.on_policy, lax.stop_gradient(up.logprobs), m.old)
         loss, slope = loss_and_slope(up.logprobs, old, m.reference, m.mask, m.advantage, m.weight, self.settings)
 
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, wide), (rows, self.recurrent))
+        pulled = {name: rows[name] for name in self.model.pulled_rows}
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, wide), (pulled, self.recurrent))
         cotangent = BranchCotangent(boundary[0] if boundary else None, *nothing)
 
         def down(step, carry):
@@ -233,18 +236,19 @@ class _Walk:
         wide, shape = statistics_dtype(self.model.dtype), m.ids.shape
         if shape[0] == 1:
             branch, figures, hidden, kept = self._block(0, m, branch)
-            return _Up(branch, jax.tree.map(lambda x: x[None], self.recurrent), *(x[None] for x in figures), (hidden, kept))
+            return _Up(branch, jax.tree.map(lambda x: x[None], self.recurrent), *(x[None] for x in figures), {}, (hidden, kept))
 
         def block(b, carry):
-            branch, entries, figures = carry
+            branch, entries, figures, choices = carry
             entries = set_entry(entries, branch.recurrent, b)
-            branch, new, _, _ = self._block(b, m, branch)
-            return branch, entries, set_entry(figures, new, b)
+            branch, new, _, kept = self._block(b, m, branch)
+            return branch, entries, set_entry(figures, new, b), set_entry(choices, self.model.choices(kept), b)
 
-        entries = jax.tree.map(lambda x: jnp.zeros((shape[0], *x.shape), x.dtype), branch.recurrent)
+        entries, choices = jax.tree.map(
+            lambda x: jnp.zeros((shape[0], *x.shape), x.dtype), (branch.recurrent, self.model.abstract_choices(shape[1])))
         figures = jnp.zeros(shape, wide), jnp.zeros(shape, wide)
-        branch, entries, figures = lax.fori_loop(0, used, block, (branch, entries, figures))
-        return _Up(branch, entries, *figures, None)
+        branch, entries, figures, choices = lax.fori_loop(0, used, block, (branch, entries, figures, choices))
+        return _Up(branch, entries, *figures, choices, None)
 
     def _block(self, b, m: Members, branch: Branch):
         """One block forward, its head included: (branch, (logprobs, lse), hidden, kept)."""
@@ -256,7 +260,8 @@ class _Walk:
     def _down(self, b, m: Members, up: _Up, slope, cotangent: BranchCotangent, gradient: Tree):
         """One block backward."""
         segment, branch = self._segment(b, m), dataclasses.replace(up.branch, recurrent=entry(up.entries, b))
-        hidden, kept = up.kept or self.model.extend(self.trainable, self.frozen, branch, segment, stored=True)[1:]
+        hidden, kept = up.kept or self.model.extend(
+            self.trainable, self.frozen, branch, segment, stored=True, choices=entry(up.choices, b))[1:]
         hidden, gradient = self.model.pull_logprobs(
             self.trainable, self.frozen, hidden, *entry((m.targets, up.lse, slope), b), gradient, self.settings["temperature"])
         return self.model.pull(self.trainable, self.frozen, branch, segment, kept, hidden, cotangent, gradient)

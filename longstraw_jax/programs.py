@@ -13,17 +13,19 @@ from jax.sharding import Mesh
 class StageProgram:
     """A function of every device's shards, compiled once per argument shapes; the executables are kept and can be asked.
 
+    `placed`: the outputs' shardings, where some of them are in another memory than the device's.
+
     Replication is not checked by JAX (check_vma): accumulators differ between devices until their one sum at the end.
     Products of float32 matrices are taken in full: the delta rule's chunks need it, and the large products are narrower anyway.
     """
 
-    def __init__(self, f: Callable, mesh: Mesh, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()):
+    def __init__(self, f: Callable, mesh: Mesh, in_specs: Any, out_specs: Any, donate: Sequence[int] = (), placed: Any = None):
         def exact(*args):
             with jax.default_matmul_precision("highest"):
                 return f(*args)
 
         mapped = jax.shard_map(exact, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        self.jitted = jax.jit(mapped, donate_argnums=tuple(donate))
+        self.jitted = jax.jit(mapped, donate_argnums=tuple(donate), out_shardings=placed)
         self.executables: dict[Any, jax.stages.Compiled] = {}
         self.compile_seconds = 0.0
         """Spent compiling so far, all shapes together."""

@@ -49,6 +49,8 @@ class Receipt:
     stages: dict[str, Stage]
     device_bytes: dict[str, int]
     """Bytes one device holds between the stages, by part."""
+    host_bytes: dict[str, int]
+    """What waits in the host's memory for one device, by part."""
     metrics: list[dict]
     """Per group; see `objective.metrics`."""
     prompts: list[str] = field(default_factory=list)

@@ -76,8 +76,13 @@ class ResidentState:
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes per device, by part."""
-        held = {"pages": tree_bytes(self.rows), "recurrent": tree_bytes(self.recurrent)}
-        return held | ({"entries": tree_bytes(self.entries.states)} if self.entries else {})
+        parts = {"pages": self.rows, "recurrent": self.recurrent, "entries": self.entries.states if self.entries else ()}
+        return {name: tree_bytes(part) for name, part in parts.items() if jax.tree.leaves(part) and _on_device(part)}
+
+    def host_bytes(self) -> dict[str, int]:
+        """Bytes per device that wait in the host's memory, by part."""
+        parts = {"pages": self.rows, "entries": self.entries.states if self.entries else ()}
+        return {name: tree_bytes(part) for name, part in parts.items() if jax.tree.leaves(part) and not _on_device(part)}
 
 
 @jax.tree_util.register_dataclass
@@ -90,6 +95,10 @@ class StateCotangent:
 
     def device_bytes(self) -> int:
         return tree_bytes((self.rows, self.recurrent))
+
+
+def _on_device(tree: Tree) -> bool:
+    return all(x.sharding.memory_kind != "pinned_host" for x in jax.tree.leaves(tree))
 
 
 def tree_bytes(tree: Tree) -> int:
@@ -113,8 +122,15 @@ def abstract_state(model: Model, mesh: jax.sharding.Mesh, pages: int) -> tuple[d
     def sized(s, spec):
         return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec))
 
-    rows = {name: sized(s, rows_spec(model)) for name, s in model.abstract_rows(pages, model.sizes.page).items()}
+    placed = NamedSharding(mesh, rows_spec(model), memory_kind="pinned_host" if model.memory == "host" else "device")
+    rows = {name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=placed)
+            for name, s in model.abstract_rows(pages, model.sizes.page).items()}
     return rows, jax.tree.map(sized, shapes, specs)
+
+
+def state_placement(model: Model, mesh: jax.sharding.Mesh) -> tuple[dict, Tree]:
+    """Shardings of (rows, recurrent), their memory included."""
+    return jax.tree.map(lambda s: s.sharding, abstract_state(model, mesh, model.owners.count))
 
 
 def rows_spec(model: Model) -> PartitionSpec:
@@ -124,19 +140,21 @@ def rows_spec(model: Model) -> PartitionSpec:
 
 def empty_state(model: Model, mesh: jax.sharding.Mesh, pages: int) -> tuple[dict, Tree]:
     """Zero (rows, recurrent), made where they live."""
-    return _zeros(*abstract_state(model, mesh, pages), mesh)
+    return parameters.zeros(abstract_state(model, mesh, pages))
 
 
-def abstract_cotangent(state: tuple[dict, Tree], dtype: str) -> tuple[dict, Tree]:
-    """The cotangent of a (rows, recurrent), arrays or shapes, of a model in `dtype`: as shapes with shardings."""
-    wide = statistics_dtype(dtype)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, wide, sharding=x.sharding), state)
+def cotangent_specs(model: Model) -> tuple[dict, Tree]:
+    """How the cotangents of (rows, recurrent) are placed."""
+    return dict.fromkeys(model.pulled_rows, rows_spec(model)), model.abstract_recurrent()[1]
+
+
+def abstract_cotangent(model: Model, state: tuple[dict, Tree]) -> tuple[dict, Tree]:
+    """The cotangents of (rows, recurrent), arrays or shapes: as shapes with shardings."""
+    wide = statistics_dtype(model.dtype)
+    pulled = {name: state[0][name] for name in model.pulled_rows}, state[1]
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, wide, sharding=x.sharding.with_memory_kind("device")), pulled)
 
 
 def zero_cotangent(policy: Policy, state: ResidentState) -> StateCotangent:
     """A fresh accumulator for the members' cotangents of the state."""
-    return StateCotangent(*_zeros(*abstract_cotangent((state.rows, state.recurrent), policy.model.dtype), policy.mesh))
-
-
-def _zeros(rows: dict, recurrent: Tree, mesh: jax.sharding.Mesh) -> tuple[dict, Tree]:
-    return tuple(parameters.zeros(x, jax.tree.map(lambda s: s.sharding.spec, x), mesh) for x in (rows, recurrent))
+    return StateCotangent(*parameters.zeros(abstract_cotangent(policy.model, (state.rows, state.recurrent))))

@@ -28,7 +28,7 @@ from longstraw_jax.policy import Policy
 from longstraw_jax.programs import StageProgram
 from longstraw_jax.replay import Replay
 from longstraw_jax.sharding import Layout
-from longstraw_jax.state import EntryStates, ResidentState, StateCotangent, rows_spec
+from longstraw_jax.state import EntryStates, ResidentState, StateCotangent, cotangent_specs, rows_spec
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def sweep_program(model: Model, mesh: Mesh) -> StageProgram:
     """
 
     def chunk(trainable, frozen, gradient, cotangent, rows, entry, ids, start, length, fixed):
-        branch = Branch(None, Pages.of(rows, jnp.int32(0), start), entry)
+        branch = Branch(None, Pages.of(rows, jnp.int32(0), start, model.memory == "host"), entry)
         segment = Segment(ids, start, length, Layout(model.owners, model.sizes.page), fixed)
         after, hidden, kept = model.extend(trainable, frozen, branch, segment, stored=True)
         branch = dataclasses.replace(branch, own=after.own)
@@ -58,9 +58,9 @@ def sweep_program(model: Model, mesh: Mesh) -> StageProgram:
 
     trainable, frozen = map(parameters.specs, model.abstract_parameters())
     rows, recurrent = dict.fromkeys(model.abstract_rows(1, 1), rows_spec(model)), model.abstract_recurrent()[1]
-    scalar = PartitionSpec()
-    ins = (trainable, frozen, trainable, (rows, recurrent), rows, recurrent, model.owners.spec, scalar, scalar, scalar)
-    return StageProgram(chunk, mesh, ins, (trainable, (rows, recurrent)), donate=(2, 3))
+    scalar, cotangent = PartitionSpec(), cotangent_specs(model)
+    ins = (trainable, frozen, trainable, cotangent, rows, recurrent, model.owners.spec, scalar, scalar, scalar)
+    return StageProgram(chunk, mesh, ins, (trainable, cotangent), donate=(2, 3))
 
 
 def sweep(

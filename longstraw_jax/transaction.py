@@ -61,13 +61,13 @@ class Transaction:
         clock, policy = _Clock(self.policy), self.policy
         if self.objective.kl_beta > 0 and self._reference_logprobs is None:
             self._reference_logprobs = [self._score_reference(group, clock) for group in self.groups]
-        gradient, loss, figures, scored, held = None, 0.0, [], [], {}
+        gradient, loss, figures, scored, held = None, 0.0, [], [], ({}, {})
         weights = member_weights(self.groups, self.objective.normalisation)
         for i, group in enumerate(self.groups):
             state = self._capture(policy, group, clock, self.gradient)
             # for its own cosine a group starts its own accumulator
             result = self._replay(policy, state, i, weights[i], None if self.gradient.measure_cosine else gradient, clock)
-            held = max(held, _held(state, result), key=lambda bytes_: sum(bytes_.values()))
+            held = max(held, _held(state, result), key=lambda held: sum(sum(parts.values()) for parts in held))
             result = self._sweep(policy, state, group, result, clock)
             if gradient is not None and self.gradient.measure_cosine:
                 result = replace(result, gradient=jax.tree.map(jax.numpy.add, gradient, result.gradient))
@@ -111,20 +111,21 @@ class Transaction:
         with clock("score", sum(len(r.ids) for r in group.responses)):
             return score(reference, state, group.responses, temperature=self.objective.temperature)
 
-    def _receipt(self, clock: _Clock, held: dict, loss: float, norm: float, figures: list[dict], updated: bool) -> Receipt:
+    def _receipt(self, clock: _Clock, held: tuple[dict, dict], loss: float, norm: float, figures: list[dict], updated: bool) -> Receipt:
         largest = max(self.groups, key=lambda g: len(g.prompt_ids) + max(len(r.ids) for r in g.responses))
         return Receipt(
             model=self.name, positions=len(largest.prompt_ids) + max(len(r.ids) for r in largest.responses),
             group=max(len(g.responses) for g in self.groups), mesh=dict(self.policy.mesh.shape), gradient=self.gradient.kind,
             prompt_gradient_window=self.gradient.prompt_gradient_window, loss=loss, grad_norm=norm, step=self.policy.step,
             updated=updated, stages=clock.stages,
-            device_bytes={**parameter_bytes(self.policy, self._state), **held}, metrics=figures,
+            device_bytes={**parameter_bytes(self.policy, self._state), **held[0]}, host_bytes=held[1], metrics=figures,
             prompts=[prompt_digest(g.prompt_ids) for g in self.groups])
 
 
-def _held(state: ResidentState, result: Replay) -> dict[str, int]:
-    """Bytes per device between replay and update."""
-    return state.device_bytes() | ({"cotangent": result.cotangent.device_bytes()} if result.cotangent else {})
+def _held(state: ResidentState, result: Replay) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes per device between replay and update: on it, and in the host's memory for it."""
+    cotangent = {"cotangent": result.cotangent.device_bytes()} if result.cotangent else {}
+    return state.device_bytes() | cotangent, state.host_bytes()
 
 
 class _Clock:

@@ -71,7 +71,9 @@ def by_name(p: Policy, gradient) -> dict[str, np.ndarray]:
 
 
 def relative(x: np.ndarray, wanted: np.ndarray) -> float:
-    return float(np.linalg.norm(x - wanted) / np.linalg.norm(wanted))
+    """|x - wanted| / |wanted|; what ought to be 0 (an expert that no token chose) must be."""
+    norm = np.linalg.norm(wanted)
+    return float(np.linalg.norm(x - wanted) / norm) if norm else float(np.linalg.norm(x))
 
 
 def farthest(p: Policy, gradient, wanted: dict[str, np.ndarray]) -> float:

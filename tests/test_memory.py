@@ -23,31 +23,30 @@ def policy():
 
 @pytest.fixture(scope="module")
 def members(policy):
-    """members(G, R, P, to_prompt) -> (memory analysis of the program, bytes per device of the state), each compiled once."""
+    """members(G, R, P) -> (memory analysis of the program that also sums the prompt's cotangents, bytes per device of the state and
+    of its cotangent), each compiled once."""
     trainable, frozen = (parameters.abstract_arrays(tree, policy.mesh) for tree in policy.model.abstract_parameters())
     done = {}
 
-    def measure(group, response, prompt, to_prompt=False):
-        key = group, response, prompt, to_prompt
-        if key not in done:
+    def measure(group, response, prompt):
+        if (group, response, prompt) not in done:
             state = abstract_state(policy.model, policy.mesh, page_count(policy.model, prompt))
             rows = pack(policy.model, 0, [Response(np.zeros(response, int))] * group)
-            boundary = abstract_cotangent(state, policy.model.dtype) if to_prompt else ()
-            program = members_program(policy.model, policy.mesh, to_prompt).compiled(
+            boundary = abstract_cotangent(policy.model, state)
+            program = members_program(policy.model, policy.mesh, to_prompt=True).compiled(
                 trainable, frozen, trainable, boundary, *state, jnp.int32(prompt), rows, settings_of(ObjectiveConfig(), jnp.float32),
                 jnp.int32(1))
-            done[key] = program.memory_analysis(), tree_bytes(state)
-        return done[key]
+            done[group, response, prompt] = program.memory_analysis(), tree_bytes(state), tree_bytes(boundary)
+        return done[group, response, prompt]
 
     return measure
 
 
-@pytest.mark.parametrize("to_prompt", [False, True], ids=["response", "full"])
-def test_temporaries_do_not_depend_on_the_group(members, to_prompt):
-    (two, held), (eight, _) = (members(group, 32, 512, to_prompt) for group in (2, 8))
+def test_temporaries_do_not_depend_on_the_group(members):
+    (two, _, cotangent), (eight, *_) = members(2, 32, 512), members(8, 32, 512)
     assert abs(two.temp_size_in_bytes - eight.temp_size_in_bytes) <= 0.01 * two.temp_size_in_bytes
     # in place: the cotangents that come in are the ones that go out
-    assert two.alias_size_in_bytes == eight.alias_size_in_bytes > to_prompt * held
+    assert two.alias_size_in_bytes == eight.alias_size_in_bytes > cotangent
 
 
 def test_a_longer_response_adds_its_pages_only(policy, members):
@@ -59,9 +58,9 @@ def test_a_longer_response_adds_its_pages_only(policy, members):
     assert 0.5 * own < long - short < 1.5 * own
 
 
-def test_a_longer_prompt_adds_its_state_only(members):
-    (short, held), (long, twice) = (members(2, 32, prompt) for prompt in (512, 1024))
-    assert long.argument_size_in_bytes - short.argument_size_in_bytes == twice - held > 0
+def test_a_longer_prompt_adds_its_state_and_cotangent_only(members):
+    (short, *held), (long, *twice) = (members(2, 32, prompt) for prompt in (512, 1024))
+    assert long.argument_size_in_bytes - short.argument_size_in_bytes == sum(twice) - sum(held) > 0
     assert abs(long.temp_size_in_bytes - short.temp_size_in_bytes) <= 0.01 * short.temp_size_in_bytes
 
 
@@ -85,7 +84,7 @@ def test_the_sweep_grows_by_state_and_cotangent_only_and_in_place(policy):
 
     def measure(prompt):
         state = abstract_state(policy.model, policy.mesh, page_count(policy.model, prompt))
-        cotangent = abstract_cotangent(state, policy.model.dtype)
+        cotangent = abstract_cotangent(policy.model, state)
         ids = jax.ShapeDtypeStruct((32,), np.int32)
         program = sweep_program(policy.model, policy.mesh).compiled(
             trainable, frozen, trainable, cotangent, *state, ids, jnp.int32(0), jnp.int32(32), jnp.int32(0))

@@ -30,8 +30,8 @@ def run(*arguments) -> int:
 
 def test_demo_writes_what_programs_rely_on(tmp_path, capsys):
     path = tmp_path / "receipt.json"
-    assert run("demo", "--mesh", "context=2", "--prompt-length", 300, "--response-length", 9, "--group", 2, "--steps", 2, "--chunk", 128,
-               "--json", path) == 0
+    assert run("demo", "--model", "glm5.2-tiny", "--mesh", "context=2", "--prompt-length", 300, "--response-length", 9, "--group", 2,
+               "--steps", 2, "--chunk", 128, "--memory", "host", "--json", path) == 0
     receipt = json.loads(path.read_text())
     assert {"model", "positions", "group", "mesh", "gradient", "loss", "grad_norm", "stages", "peak_device_bytes"} <= receipt.keys()
     assert receipt["positions"] == 309

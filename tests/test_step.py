@@ -7,6 +7,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from jax.sharding import AbstractMesh
 from safetensors.numpy import load_file, save_file
 
 from longstraw_jax.capture import capture
@@ -19,7 +20,7 @@ from longstraw_jax.models import parameters
 from longstraw_jax.models.adapters import read_adapter
 from longstraw_jax.models.registry import make_model, named_spec, spec_of_config
 from longstraw_jax.score import score
-from longstraw_jax.sharding import Owners, make_mesh
+from longstraw_jax.sharding import make_mesh
 from torch_reference import build_tiny_qwen, load_torch
 
 # other shapes than every other checkpoint here: three GDN layers to one, vocabulary that two devices do not divide
@@ -185,7 +186,8 @@ def test_bad_options_get_one_line(workplace, tmp_path, capsys, arguments, says):
 
 def test_published_sizes_without_the_weights():
     """The 27B by its config: 116,727,808 adapter parameters at rank 16 on every linear layer (LongStraw's 116.7M)."""
-    model = make_model(named_spec("qwen3.6-27b"), Owners(("context",), 8), dtype="bfloat16", lora=LoraConfig(16), sizes=BlockSizes())
+    mesh = AbstractMesh((8, 1), ("context", "expert"))
+    model = make_model(named_spec("qwen3.6-27b"), mesh, dtype="bfloat16", lora=LoraConfig(16), sizes=BlockSizes())
     trainable, frozen = model.abstract_parameters()
     assert parameters.count(trainable) == 116_727_808
     assert parameters.count(frozen) == 26_895_998_464

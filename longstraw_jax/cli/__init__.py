@@ -25,6 +25,7 @@ Command = (
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console command; leaves through SystemExit."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's chatter about the machine
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # and transformers' about what is not installed
     command = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
         code = command.run()

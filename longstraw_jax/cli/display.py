@@ -51,9 +51,10 @@ def print_receipt(receipt: Receipt) -> None:
             megabytes(stage.peak_device_bytes) if stage.peak_device_bytes else "-")
     console.print(stages)
     parts = Table(title="held per device between the stages")
-    for name in receipt.device_bytes:
+    held = receipt.device_bytes | {f"{name} (host)": size for name, size in receipt.host_bytes.items()}
+    for name in held:
         parts.add_column(f"{name} MB", justify="right")
-    parts.add_row(*map(megabytes, receipt.device_bytes.values()))
+    parts.add_row(*map(megabytes, held.values()))
     console.print(parts)
     moved = "adapter updated" if receipt.updated else "nothing updated (the gradient is exactly 0)"
     console.print(f"loss {receipt.loss:.6g}   gradient norm {receipt.grad_norm:.6g}   {moved}")

@@ -108,7 +108,7 @@ def _show_worst(level: dict) -> None:
     """The parameters that are farthest off."""
     table = Table(title="full gradient: the farthest parameters")
     for column in ("compared with", "parameter", "relative difference", "cosine", "largest deviation"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for name in ("autodiff", "pytorch", "response"):
         for row in level[name].get("worst", []):
             figures = f"{row['relative_difference']:.2g}", f"{row['cosine']:.9f}", f"{row['max_deviation']:.2g}"

@@ -31,25 +31,25 @@ def autodiff_gradient(
     weights = {name: jnp.asarray(x) for name, x in to_weights(policy).items()}
     trained = {name: weights.pop(name) for name in names}
     rows = _padded(group, objective, old, reference)
-    program = _loss_and_gradient(policy.model, fixed, objective, old is None)
+    settings = {name: getattr(objective, name) for name in ("clip_low", "clip_high", "kl_beta")}
     with jax.default_matmul_precision("highest"):
-        loss, gradient = program(trained, weights, rows)
+        loss, gradient = _loss_and_gradient(policy.model, fixed, old is None)(trained, weights, rows, settings)
     return float(loss), {name: np.asarray(x) for name, x in gradient.items()}
 
 
 @functools.cache
-def _loss_and_gradient(model: Model, fixed: int, objective: ObjectiveConfig, on_policy: bool):
-    """A program of (trained, the other weights, members' rows). Weights are arguments: XLA folds constants for minutes."""
+def _loss_and_gradient(model: Model, fixed: int, on_policy: bool):
+    """A program of (trained, the other weights, members' rows, settings). Weights are arguments: XLA folds constants for minutes."""
 
-    def loss(trained, weights, rows):
+    def loss(trained, weights, rows, settings):
         def member(row):
             ids, start = jnp.concatenate([row["prompt"], row["ids"]]), row["prompt"].shape[0] - 1
             new = model.reference_logprobs(weights | trained, ids, fixed)[start:]
             ratio = jnp.exp(new - (jax.lax.stop_gradient(new) if on_policy else row["old"]))
-            clipped = jnp.clip(ratio, 1 - objective.clip_low, 1 + objective.clip_high)
+            clipped = jnp.clip(ratio, 1 - settings["clip_low"], 1 + settings["clip_high"])
             gain, behind = jnp.minimum(ratio * row["advantage"], clipped * row["advantage"]), row["reference"] - new
             k3 = jnp.exp(behind) - behind - 1
-            return -row["weight"] * (row["mask"] * (gain - objective.kl_beta * k3)).sum()
+            return -row["weight"] * (row["mask"] * (gain - settings["kl_beta"] * k3)).sum()
 
         return jax.lax.map(member, rows).sum()
 

@@ -6,14 +6,18 @@ Written for transformers 5.24, which calls a forward's cache `cache` (before: `p
 from __future__ import annotations
 
 import copy
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from longstraw_jax.loading import to_weights
 from longstraw_jax.models import parameters
+from longstraw_jax.models.checkpoint import write_json, write_safetensors
 from longstraw_jax.policy import Policy
 from longstraw_jax.types import Group
 
@@ -24,24 +28,45 @@ def pytorch_gradient(policy: Policy, group: Group) -> dict[str, np.ndarray]:
     Adapters are merged into the weights, W + s B A, and their gradients taken from the merged weight's: dA = s B^T dW,
     dB = s dW A^T (Hu et al., 2021, eq. 3). So nothing but transformers' own model is needed.
     """
-    names = set(parameters.to_host(policy.trainable, policy.model.abstract_parameters()[0]))
-    weights = {name: torch.tensor(np.asarray(x, np.float32)) for name, x in to_weights(policy).items()}
-    config = AutoConfig.for_model(**policy.model.hf_config())
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    weights = {name: np.asarray(x, np.float32) for name, x in to_weights(policy).items()}
+    trained = set(parameters.to_host(policy.trainable, policy.model.abstract_parameters()[0]))
     scale = policy.model.lora.scale if policy.model.lora else 0.0
-    adapted = {name.removesuffix(".lora_A") for name in names if name.endswith(".lora_A")}
+    adapted = {name.removesuffix(".lora_A") for name in trained if name.endswith(".lora_A")}
     base = {name: x for name, x in weights.items() if not name.endswith((".lora_A", ".lora_B"))}
     for module in adapted:
         base[module + ".weight"] = base[module + ".weight"] + scale * weights[module + ".lora_B"] @ weights[module + ".lora_A"]
-    model.load_state_dict(base)
-    trained = {name: p.requires_grad_(name in names or name.removesuffix(".weight") in adapted) for name, p in model.named_parameters()}
+    model = _model(base, policy.model.hf_config())
     response_step(model, group.prompt_ids, [r.ids for r in group.responses], group.advantages.tolist(),
                   [r.mask for r in group.responses], detach_prompt=False)
-    gradient = {name: p.grad for name, p in trained.items() if name in names}
+    gradient = dict(_gradients(model))
     for module in adapted:
-        grown, a, b = trained[module + ".weight"].grad, weights[module + ".lora_A"], weights[module + ".lora_B"]
-        gradient |= {module + ".lora_A": scale * b.T @ grown, module + ".lora_B": scale * grown @ a.T}
-    return {name: x.numpy() for name, x in gradient.items()}
+        grown = gradient[module + ".weight"]
+        gradient[module + ".lora_A"] = scale * weights[module + ".lora_B"].T @ grown
+        gradient[module + ".lora_B"] = scale * grown @ weights[module + ".lora_A"].T
+    return {name: gradient[name] for name in trained}
+
+
+def _model(weights: dict[str, np.ndarray], config: dict) -> torch.nn.Module:
+    """transformers' model, read from files as users' are: its names in memory may be others than those on disk."""
+    with tempfile.TemporaryDirectory() as directory:
+        write_safetensors(Path(directory, "model.safetensors"), weights)
+        write_json(Path(directory, "config.json"), config)
+        return AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager").eval()
+
+
+def _gradients(model: torch.nn.Module) -> Iterator[tuple[str, np.ndarray]]:
+    """Every parameter's gradient by its name on disk, where each routed expert has matrices of its own."""
+    for name, p in model.named_parameters():
+        gradient = np.zeros(p.shape, np.float32) if p.grad is None else p.grad.numpy()
+        if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            yield name, gradient
+            continue
+        prefix, _, projections = name.rpartition(".")
+        for e, matrix in enumerate(gradient):
+            parts = {"gate_proj": matrix[: len(matrix) // 2], "up_proj": matrix[len(matrix) // 2 :]} if projections == "gate_up_proj" \
+                else {"down_proj": matrix}
+            yield from ((f"{prefix}.{e}.{part}.weight", x) for part, x in parts.items())
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,15 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, ScalarLike
 
 from longstraw_jax.config import BlockSizes, LoraConfig
-from longstraw_jax.sharding import Layout, Owners
+from longstraw_jax.sharding import Layout, Owners, Stretch
 
 Tree = Any
 """A nested dict of arrays."""
 
 
-def static_field() -> Any:
+def static_field(default: Any = dataclasses.MISSING) -> Any:
     """A dataclass field that JAX treats as part of the type, not as data."""
-    return dataclasses.field(metadata={"static": True})
+    return dataclasses.field(default=default, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -71,6 +71,15 @@ class Segment:
         return jnp.where(moves, x, jax.lax.stop_gradient(x))
 
 
+@dataclass(frozen=True)
+class NewRows:
+    """A segment's rows of one layer that its pages, in the host's memory, do not hold yet."""
+
+    rows: dict[str, Float[Array, "T ..."]]
+    slot: Int[Array, ""]
+    """Of the segment's first token."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Pages:
@@ -88,16 +97,52 @@ class Pages:
     """Rows that are real, over all owners."""
     granule: int = static_field()
     """Consecutive tokens that an owner holds in a row: a page, or its part of a block."""
+    host: bool = static_field(False)
+    """Whether the rows lie in the host's memory, from where a layer at a time comes to the device."""
 
     @classmethod
-    def of(cls, paged: dict[str, Float[Array, "L granules granule ..."]], start: Int[Array, ""], length: Int[Array, ""]) -> Pages:
+    def of(
+        cls, paged: dict[str, Float[Array, "L granules granule ..."]], start: Int[Array, ""], length: Int[Array, ""], host: bool = False
+    ) -> Pages:
         """From the form that states have between programs."""
         granule = next(iter(paged.values())).shape[2]
-        return cls({name: x.reshape(x.shape[0], -1, *x.shape[3:]) for name, x in paged.items()}, start, length, granule)
+        return cls({name: x.reshape(x.shape[0], -1, *x.shape[3:]) for name, x in paged.items()}, start, length, granule, host)
 
     def paged(self) -> dict[str, Float[Array, "L granules granule ..."]]:
         """The inverse of `of`."""
         return {name: x.reshape(x.shape[0], -1, self.granule, *x.shape[2:]) for name, x in self.rows.items()}
+
+    def layer(self, name: str, layer: Int[Array, ""], new: NewRows | None = None) -> tuple[Array, Int[Array, ""]]:
+        """(rows on the device, the layer's place in them): all layers', or from the host's memory a copy of the one that is meant.
+
+        `new` rows are put into the copy; where the rows are on the device they have been written already.
+        """
+        if not self.host:
+            return self.rows[name], layer
+        at = (layer, *[0] * (self.rows[name].ndim - 1))
+        copy = jax.device_put(jax.lax.dynamic_slice(self.rows[name], at, (1, *self.rows[name].shape[1:])), jax.memory.Space.Device)
+        if new is not None:
+            copy = jax.lax.dynamic_update_slice(copy, new.rows[name][None].astype(copy.dtype), (0, new.slot, *at[2:]))
+        return copy, jnp.int32(0)
+
+    def with_new(self, rows: dict[str, Float[Array, "L T ..."]], slot: Int[Array, ""]) -> Pages:
+        """Pages in the host's memory with a segment's rows of all layers written at `slot`, in place.
+
+        In a loop of its own: written beside reads, in the loop over the layers, XLA keeps a second copy of the host's buffer.
+        """
+        def one(old, new):
+            def layer(i, old):
+                part = jax.device_put(jax.lax.dynamic_slice_in_dim(new, i, 1).astype(old.dtype), jax.memory.Space.Host)
+                return jax.lax.dynamic_update_slice(old, part, (i, slot, *[0] * (old.ndim - 2)))
+
+            return jax.lax.fori_loop(0, jnp.int32(old.shape[0]), layer, old)
+
+        return dataclasses.replace(self, rows={name: one(x, rows[name]) for name, x in self.rows.items()})
+
+    def stretch(self, name: str, layer: Int[Array, ""], owners: Owners, new: NewRows | None = None) -> Stretch:
+        """The rows `name` of one layer, with what it takes to find a position's row."""
+        rows, at = self.layer(name, layer, new)
+        return Stretch(rows, layer, self.start, self.length, Layout(owners, self.granule), at)
 
 
 @jax.tree_util.register_dataclass
@@ -116,7 +161,7 @@ class Branch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BranchCotangent:
-    """Cotangents of a branch's parts, pages in the statistics dtype; added to in place while a walk goes backwards."""
+    """Cotangents of a branch's parts, of its `pulled_rows` in the statistics dtype; added to in place while a walk goes backwards."""
 
     prefix: dict[str, Array] | None
     """Of the prefix's rows; None where the gradient stops at the boundary."""
@@ -132,10 +177,11 @@ class Parameter:
     dtype: np.dtype
     spec: PartitionSpec
     """How the owners share it out."""
-    layers: np.ndarray | None
-    """Layer number of each entry of the leading, stacked dimensions; None for a parameter outside the layers."""
+    stack: np.ndarray | None
+    """Of each entry of the leading, stacked dimensions: the first part of its checkpoint name, `layers.3.`; None where nothing is
+    stacked."""
     name: str
-    """Checkpoint name, below `layers.N.` for a layer's parameter."""
+    """Checkpoint name, or the rest of each entry's."""
     init: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
     """First value of one layer's entry."""
 
@@ -147,6 +193,8 @@ class Model(Protocol):
     owners: Owners
     sizes: BlockSizes
     dtype: str
+    memory: str
+    """Where the prompt's pages lie: "device", or "host", from where a layer at a time comes to the device."""
     lora: LoraConfig | None
     vocabulary: int
     max_positions: int
@@ -155,6 +203,8 @@ class Model(Protocol):
     """Name prefixes on disk -> canonical ones."""
     checkpoint_ignored: tuple[str, ...]
     """Prefixes of names on disk that the model has no use for."""
+    pulled_rows: tuple[str, ...]
+    """The page rows that gradient passes through; the others need no cotangent."""
 
     def abstract_parameters(self) -> tuple[Tree, Tree]:
         """(trainable, frozen) as trees of `Parameter`."""
@@ -165,12 +215,19 @@ class Model(Protocol):
     def abstract_recurrent(self) -> tuple[Tree, Tree]:
         """(shapes over all owners, partition specs) of the recurrent part."""
 
+    def abstract_choices(self, tokens: int) -> Tree:
+        """What `extend` chooses, without a gradient, for `tokens` tokens of an owner: selections, routes; {} where it has no choice."""
+
+    def choices(self, kept: Tree) -> Tree:
+        """The choices that an `extend` made, out of what it kept for `pull`."""
+
     def extend(
-        self, trainable: Tree, frozen: Tree, branch: Branch, segment: Segment, *, stored: bool = False
+        self, trainable: Tree, frozen: Tree, branch: Branch, segment: Segment, *, stored: bool = False, choices: Tree | None = None
     ) -> tuple[Branch, Array, Tree]:
         """The one operator: (branch after the segment, hidden states [T, D], what `pull` needs).
 
         `stored`: the segment ran before and its rows are in the branch's own pages, so they are read and not written again.
+        `choices`: those of the run before, to be made again as they were.
         """
 
     def pull(

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from longstraw_jax.models.base import Model, Parameter, Tree
 
@@ -43,11 +43,10 @@ def count(tree: Tree) -> int:
     return sum(int(np.prod(p.shape)) for p in jax.tree.leaves(tree, is_leaf=is_parameter))
 
 
-def zeros(shapes: Tree, placements: Tree, mesh: Mesh) -> Tree:
-    """Zero arrays, made where they live. `placements` are partition specs."""
+def zeros(shapes: Tree) -> Tree:
+    """Zero arrays, made where they live: by the shardings of `shapes`."""
     leaves, tree = jax.tree.flatten(shapes)
-    where = jax.tree.leaves(placements, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return _zeros_program(tuple((s.shape, s.dtype) for s in leaves), tree, tuple(NamedSharding(mesh, s) for s in where))()
+    return _zeros_program(tuple((s.shape, s.dtype) for s in leaves), tree, tuple(s.sharding for s in leaves))()
 
 
 @functools.cache
@@ -60,13 +59,12 @@ def _zeros_program(shapes: tuple, tree: Any, where: tuple) -> Callable[[], Tree]
 
 def first_value(parameter: Parameter, mesh: Mesh, seed: int) -> jax.Array:
     """A parameter's first value, shard by shard. The same numbers on every mesh."""
-    lead = 0 if parameter.layers is None else parameter.layers.ndim
+    names = checkpoint_names(parameter)
 
     @functools.cache
     def entry(stack: tuple[int, ...]) -> np.ndarray:
-        layer = int(parameter.layers[stack]) + 1 if lead else 0
-        rng = np.random.default_rng((seed, zlib.crc32(parameter.name.encode()), layer))
-        return parameter.init(rng, parameter.shape[lead:])
+        rng = np.random.default_rng((seed, zlib.crc32(names[stack].encode())))
+        return parameter.init(rng, parameter.shape[names.ndim :])
 
     return place(parameter, mesh, lambda stack, index: entry(stack)[index])
 
@@ -77,15 +75,15 @@ def initialise(model: Model, mesh: Mesh, seed: int) -> tuple[Tree, Tree]:
 
 
 def checkpoint_names(parameter: Parameter, prefix: str = "model.") -> np.ndarray:
-    """Checkpoint name of every stacked entry (a 0-d array for a parameter outside the layers)."""
-    if parameter.layers is None:
-        return np.array(parameter.name if parameter.name.startswith("lm_head.") else prefix + parameter.name)
-    return np.vectorize(lambda n: f"{prefix}layers.{n}.{parameter.name}", otypes=[object])(parameter.layers)
+    """Checkpoint name of every stacked entry (a 0-d array where nothing is stacked)."""
+    if parameter.stack is None:
+        return np.array(parameter.name if parameter.name.startswith("lm_head.") else prefix + parameter.name, object)
+    return np.vectorize(lambda entry: prefix + entry + parameter.name, otypes=[object])(parameter.stack)
 
 
 def place(parameter: Parameter, mesh: Mesh, read: Callable[[tuple, tuple[slice, ...]], np.ndarray]) -> jax.Array:
     """One parameter, each device's shard read on its own: `read(stack index, slices of the rest)` gives an array."""
-    lead = 0 if parameter.layers is None else parameter.layers.ndim
+    lead = 0 if parameter.stack is None else parameter.stack.ndim
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         ranges = [range(*s.indices(size)) for s, size in zip(index[:lead], parameter.shape, strict=False)]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from jax.sharding import AbstractMesh, Mesh
+
 from longstraw_jax.config import BlockSizes, LoraConfig
 from longstraw_jax.errors import InputError, UnsupportedError
 from longstraw_jax.models.base import Model
+from longstraw_jax.models.glm52 import spec as glm52
+from longstraw_jax.models.glm52.model import Glm52Model
 from longstraw_jax.models.qwen36 import spec as qwen36
 from longstraw_jax.models.qwen36.model import Qwen36Model
 from longstraw_jax.sharding import Owners
 
-SPECS = {**qwen36.SPECS}
+SPECS = {**qwen36.SPECS, **glm52.SPECS}
 """Specs that have a name."""
 
-Spec = qwen36.Qwen36Spec
+Spec = qwen36.Qwen36Spec | glm52.Glm52Spec
 
 
 def named_spec(name: str) -> Spec:
@@ -27,9 +31,16 @@ def spec_of_config(config: dict) -> Spec:
     kind = config.get("model_type")
     if kind in qwen36.MODEL_TYPES:
         return qwen36.spec_from_hf(config)
-    raise UnsupportedError(f"config.json model_type is {kind!r}; this version supports {', '.join(qwen36.MODEL_TYPES)}")
+    if kind in glm52.MODEL_TYPES:
+        return glm52.spec_from_hf(config)
+    known = ", ".join((*qwen36.MODEL_TYPES, *glm52.MODEL_TYPES))
+    raise UnsupportedError(f"config.json model_type is {kind!r}; this version supports {known}")
 
 
-def make_model(spec: Spec, owners: Owners, *, dtype: str, lora: LoraConfig | None, sizes: BlockSizes) -> Model:
-    """The family's model. Raises where the spec cannot run on that many owners or has no such adapter targets."""
-    return Qwen36Model(spec, owners, dtype, lora, sizes)
+def make_model(
+    spec: Spec, mesh: Mesh | AbstractMesh, *, dtype: str, lora: LoraConfig | None, sizes: BlockSizes, memory: str = "device"
+) -> Model:
+    """The family's model on a mesh. Raises where the spec cannot run on it or has no such adapter targets."""
+    if isinstance(spec, glm52.Glm52Spec):
+        return Glm52Model(spec, Owners.of(mesh), Owners.of(mesh, "expert"), dtype, lora, sizes, memory)
+    return Qwen36Model(spec, Owners.of(mesh), dtype, lora, sizes, memory)

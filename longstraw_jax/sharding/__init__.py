@@ -7,6 +7,9 @@ from longstraw_jax.sharding.mesh import make_mesh as make_mesh
 from longstraw_jax.sharding.mesh import offer_cpu_devices as offer_cpu_devices
 from longstraw_jax.sharding.mesh import parse_mesh as parse_mesh
 from longstraw_jax.sharding.owners import Owners as Owners
+from longstraw_jax.sharding.rules import EXPERT as EXPERT
 from longstraw_jax.sharding.rules import SPLIT as SPLIT
 from longstraw_jax.sharding.rules import WHOLE as WHOLE
 from longstraw_jax.sharding.rules import PlacementRules as PlacementRules
+from longstraw_jax.sharding.stretch import NO_POSITION as NO_POSITION
+from longstraw_jax.sharding.stretch import Stretch as Stretch

@@ -27,6 +27,12 @@ class Layout:
         slots = jnp.asarray(slots)
         return ((slots // self.granule) * self.owners.count + owner) * self.granule + slots % self.granule
 
+    def locate(self, offsets: ArrayLike) -> tuple[jax.Array, jax.Array]:
+        """The inverse of `offsets`: (owner, slot) of non-negative offsets of any shape."""
+        offsets = jnp.asarray(offsets)
+        number = offsets // self.granule
+        return number % self.owners.count, (number // self.owners.count) * self.granule + offsets % self.granule
+
     def slots_covering(self, tokens: ArrayLike) -> ArrayLike:
         """How many slots of the fullest owner the first `tokens` offsets occupy, rounded up to whole granules."""
         return -(-tokens // (self.granule * self.owners.count)) * self.granule

@@ -6,11 +6,12 @@ makes no difference to these functions. Source of the exchange pattern: DESIGN "
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,21 @@ class Owners:
     count: int
 
     @classmethod
-    def of(cls, mesh: Mesh) -> Owners:
-        return cls(tuple(mesh.axis_names), mesh.size)
+    def of(cls, mesh: Mesh | AbstractMesh, *axes: str) -> Owners:
+        """The owners along some axes of a mesh; along all of them where none is named."""
+        axes = axes or tuple(mesh.axis_names)
+        return cls(axes, math.prod(mesh.shape[axis] for axis in axes))
 
     @property
     def spec(self) -> PartitionSpec:
         """Shards the first dimension over all owners."""
         return PartitionSpec(self.axes)
+
+    def copies(self, spec: PartitionSpec) -> Owners:
+        """Those that hold copies of one shard of an array placed by `spec`: along the axes it does not name. In `shard_map` only."""
+        named = {axis for part in spec if part is not None for axis in ([part] if isinstance(part, str) else part)}
+        axes = tuple(axis for axis in self.axes if axis not in named)
+        return Owners(axes, math.prod(lax.axis_size(axis) for axis in axes))
 
     def index(self) -> jax.Array:
         return lax.axis_index(self.axes)
@@ -46,6 +55,15 @@ class Owners:
         Split and concatenated on the same axis only: with two different ones all_to_all has a wrong transpose (jax 0.10.2).
         """
         return x if self.count == 1 else lax.all_to_all(x, self.axes, 0, 0, tiled=True)
+
+    def ragged_exchange(
+        self, rows: jax.Array, room: jax.Array, starts: jax.Array, sizes: jax.Array, places: jax.Array, received: jax.Array
+    ) -> jax.Array:
+        """Sends `sizes[j]` rows from `starts[j]` on to owner j, who finds them from `places[j]` on in its `room`.
+
+        All four are int32 [count]; `received[j]` rows come from owner j. XLA has it for GPUs and TPUs, not for CPUs.
+        """
+        return lax.ragged_all_to_all(rows, room, starts, sizes, places, received, axis_name=self.axes)
 
     def sum(self, x):
         return x if self.count == 1 else lax.psum(x, self.axes)

@@ -31,6 +31,14 @@ def test_offsets(count, granule):
     np.testing.assert_array_equal(every, dealt(count, granule))
 
 
+@pytest.mark.parametrize(("count", "granule"), LAYOUTS)
+def test_locate(count, granule):
+    hands = dealt(count, granule)
+    owner, slot = layout(count, granule).locate(jnp.arange(hands.size).reshape(GRANULES, -1))
+    assert owner.shape == slot.shape == (GRANULES, hands.size // GRANULES)
+    np.testing.assert_array_equal(hands[owner, slot].reshape(-1), np.arange(hands.size))
+
+
 def test_pages_are_cyclic_and_a_block_is_contiguous():
     pages = layout(3, 64).offsets(64 * jnp.arange(4), 2) // 64
     np.testing.assert_array_equal(pages, [2, 5, 8, 11])  # owner(page) = page mod 3

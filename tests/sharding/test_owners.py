@@ -35,6 +35,30 @@ def test_of_mesh(on_owners):
     np.testing.assert_array_equal(numbers, np.arange(owners.count))
 
 
+def test_along_some_axes(mesh):
+    devices = mesh(2, 3)
+    assert Owners.of(devices, "expert") == Owners(("expert",), 3)
+    assert Owners.of(devices, "context", "expert") == Owners.of(devices) == Owners(("context", "expert"), 6)
+
+
+@pytest.mark.parametrize(("spec", "wanted"), [
+    (PartitionSpec(), (("context", "expert"), 6)),
+    (PartitionSpec(None, "expert"), (("context",), 2)),
+    (PartitionSpec(("context",), None), (("expert",), 3)),
+    (PartitionSpec(None, ("context", "expert")), ((), 1)),
+    (PartitionSpec("expert", "context"), ((), 1)),
+])
+def test_holders_of_copies(spec, wanted, mesh, per_owner):
+    devices, seen = mesh(2, 3), []
+
+    def look(x):
+        seen.append(Owners.of(devices).copies(spec))
+        return x
+
+    per_owner(look, devices, PartitionSpec(), PartitionSpec()).trace(jnp.zeros(1))
+    assert seen == [Owners(*wanted)]
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_gather_and_its_transpose(on_owners, axis):
     n, rng = on_owners.owners.count, np.random.default_rng(0)

@@ -12,6 +12,10 @@ from flax import nnx
 Init = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 
+class Fixed(nnx.Param):
+    """A parameter that is never trained, not even where all are: no gradient reaches it."""
+
+
 def parameter(shape: tuple[int, ...], dtype, axes: tuple[str | None, ...], init: Init, kind: type[nnx.Param] = nnx.Param) -> nnx.Param:
     """A parameter of an abstract module. Its value is made elsewhere, where it will live (see `models.parameters`)."""
     return kind(jnp.zeros(shape, dtype), axes=axes, init=init)

@@ -33,9 +33,9 @@ def gather_whole(weight: jax.Array, shape: tuple[int, ...], owners: Owners) -> j
 class Linear(nnx.Module):
     """y = W x, no bias; with an adapter y = W x + scale * B (A x) (Hu et al., 2021, eq. 3). W is [out, in] as in PyTorch."""
 
-    def __init__(self, features_in: int, features_out: int, *, dtype, lora: LoraConfig | None = None):
+    def __init__(self, features_in: int, features_out: int, *, dtype, lora: LoraConfig | None = None, kind: type[nnx.Param] = nnx.Param):
         self.shape = (features_out, features_in)
-        self.weight = parameter(self.shape, dtype, (SPLIT, SPLIT), Normal(INIT_STD))
+        self.weight = parameter(self.shape, dtype, (SPLIT, SPLIT), Normal(INIT_STD), kind)
         self.scale = lora.scale if lora else None
         if lora:
             # PEFT's start: A uniform in +-sqrt(1 / in) (Kaiming with a = sqrt 5), B zero, so that the fresh adapter changes nothing

@@ -43,3 +43,29 @@ class GatedNorm(nnx.Module):
         weight = jnp.broadcast_to(self.weight[...].astype(x.dtype), x.shape)
         normed = weight * rms(x, self.eps).astype(x.dtype)
         return (normed.astype(wide) * jax.nn.silu(gate.astype(wide))).astype(x.dtype)
+
+
+class Norm(nnx.Module):
+    """w * rms(x), cast before it is multiplied (GlmMoeDsaRMSNorm)."""
+
+    def __init__(self, features: int, eps: float, *, dtype):
+        self.weight = parameter((features,), dtype, (WHOLE,), Constant(1))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        return jnp.broadcast_to(self.weight[...].astype(x.dtype), x.shape) * rms(x, self.eps).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """w * (x - mean) / sqrt(variance + eps) + b over the last dimension, in the statistics dtype (Ba et al., 2016)."""
+
+    def __init__(self, features: int, eps: float, *, dtype, kind: type[nnx.Param] = nnx.Param):
+        self.weight = parameter((features,), dtype, (WHOLE,), Constant(1), kind)
+        self.bias = parameter((features,), dtype, (WHOLE,), Constant(0), kind)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        wide = x.astype(statistics_dtype(x.dtype))
+        normed = rms(wide - wide.mean(-1, keepdims=True), self.eps)
+        weight, bias = (jnp.broadcast_to(p[...].astype(wide.dtype), x.shape) for p in (self.weight, self.bias))
+        return (normed * weight + bias).astype(x.dtype)

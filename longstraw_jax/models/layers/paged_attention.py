@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from longstraw_jax.config import BlockSizes
 from longstraw_jax.kernels_pallas import lse_merge
-from longstraw_jax.models.base import Pages, Segment
+from longstraw_jax.models.base import NewRows, Pages, Segment
 from longstraw_jax.models.layers.numerics import statistics_dtype
 from longstraw_jax.models.layers.stacked import read, write
 from longstraw_jax.models.layers.vocabulary import largest_divisor
@@ -34,6 +34,8 @@ class KeyValues:
 
     k: Float[Array, "L S KV D"]
     v: Float[Array, "L S KV D"]
+    at: Int[Array, ""]
+    """Place of the layer in k and v: the layer itself, or 0 where they are copies of it alone."""
     layer: Int[Array, ""]
     start: Int[Array, ""]
     length: Int[Array, ""]
@@ -41,18 +43,24 @@ class KeyValues:
     block: int
 
     @classmethod
-    def of(cls, pages: Pages, layer: jax.Array, owners: Owners, keys: int) -> KeyValues:
-        k, v = pages.rows["k"], pages.rows["v"]
+    def of(cls, pages: Pages, layer: jax.Array, owners: Owners, keys: int, new: NewRows | None = None) -> KeyValues:
+        (k, at), (v, _) = (pages.layer(name, layer, new) for name in ("k", "v"))
         block = largest_divisor(k.shape[1], keys)
-        return cls(k, v, layer, pages.start, pages.length, Layout(owners, pages.granule), block)
+        return cls(k, v, at, layer, pages.start, pages.length, Layout(owners, pages.granule), block)
 
     def blocks(self, last: Int[Array, ""]) -> Int[Array, ""]:
         """Row blocks that a query at position `last` or before can see."""
         tokens = jnp.clip(jnp.minimum(self.length, last + 1 - self.start), 0)
         return -(-self.layout.slots_covering(tokens) // self.block)
 
-    def read(self, rows: jax.Array, j: jax.Array) -> jax.Array:
-        return read(rows, (self.layer, j * self.block), (1, self.block, *rows.shape[2:]))[0]
+    def keys(self, j: jax.Array) -> jax.Array:
+        return self._read(self.k, self.at, j)
+
+    def values(self, j: jax.Array) -> jax.Array:
+        return self._read(self.v, self.at, j)
+
+    def _read(self, rows: jax.Array, layer: jax.Array, j: jax.Array) -> jax.Array:
+        return read(rows, (layer, j * self.block), (1, self.block, *rows.shape[2:]))[0]
 
     def add(self, rows: jax.Array, j: jax.Array, x: jax.Array) -> jax.Array:
         """`rows` with `x` added to block j, in place inside a loop.
@@ -60,12 +68,12 @@ class KeyValues:
         The barrier keeps the layout of the product that made `x` from spreading to the whole buffer, which XLA would then
         transpose on the way in and out.
         """
-        x = self.read(rows, j) + lax.optimization_barrier(x).astype(rows.dtype)
+        x = self._read(rows, self.layer, j) + lax.optimization_barrier(x).astype(rows.dtype)
         return write(rows, x[None], (self.layer, j * self.block))
 
     def scores(self, q: Float[Array, "KV G Q D"], positions: Int[Array, "Q"], j: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Scaled scores [KV, G, Q, block] of block j, -inf where the row is padding or in the future, and the block's keys."""
-        k = self.read(self.k, j)
+        k = self.keys(j)
         offsets = self.layout.offsets(j * self.block + jnp.arange(self.block), self.layout.owners.index())
         x = jnp.einsum("kgqd,skd->kgqs", q, k, preferred_element_type=statistics_dtype(q.dtype)) * q.shape[-1] ** -0.5
         visible = (offsets[None] < self.length) & (self.start + offsets[None] <= positions[:, None])
@@ -106,7 +114,7 @@ def _partial(q, positions, sources):
             higher = jnp.maximum(top, x.max(-1))
             base = jnp.where(jnp.isfinite(higher), higher, 0)  # a row that has seen no key yet
             p, shrink = jnp.exp(x - base[..., None]), jnp.exp(top - base)
-            v = source.read(source.v, j)
+            v = source.values(j)
             out = out * shrink[..., None] + jnp.einsum("kgqs,skd->kgqd", p.astype(v.dtype), v, preferred_element_type=wide)
             return out, higher, total * shrink + p.sum(-1)
 
@@ -153,7 +161,7 @@ def _pull_partial(q, out_bar, lse, delta, positions, sources, gradients):
             q_bar, gradient = carry
             x, k = source.scores(q, positions, j)
             p = jnp.exp(x - lse[..., None])
-            p_bar = jnp.einsum("kgqd,skd->kgqs", out_bar, source.read(source.v, j), preferred_element_type=wide)
+            p_bar = jnp.einsum("kgqd,skd->kgqs", out_bar, source.values(j), preferred_element_type=wide)
             x_bar = (p * (p_bar - delta[..., None]) * q.shape[-1] ** -0.5).astype(q.dtype)
             q_bar = q_bar + jnp.einsum("kgqs,skd->kgqd", x_bar, k, preferred_element_type=wide)
             if gradient is not None:

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021), half-split ("neox") form, on the first dimensions of each head."""
+"""Rotary position embedding (Su et al., 2021) on the first dimensions of each head: half-split ("neox") and interleaved pairs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,27 @@ from longstraw_jax.models.layers.numerics import statistics_dtype
 
 
 def rotate_half_split(x: Float[Array, "T H D"], positions: Int[Array, "T"], rotary: int, theta: float) -> Float[Array, "T H D"]:
-    """Rotates pairs (j, j + rotary/2), j < rotary/2, by position * theta^(-2j / rotary); the rest passes through.
+    """Rotates pairs (j, j + rotary/2), j < rotary/2, by position * theta^(-2j / rotary); the rest passes through."""
+    half = rotary // 2
+    return _rotate(x[..., :half], x[..., half:rotary], x[..., rotary:], positions, theta)
 
-    Angles are formed in the statistics dtype as in the PyTorch reference, and cos and sin cast to x's: at a million tokens a
-    more exact angle would be another model than the one that sampled the responses.
+
+def rotate_interleaved(x: Float[Array, "T H D"], positions: Int[Array, "T"], rotary: int, theta: float) -> Float[Array, "T H D"]:
+    """Rotates pairs (2j, 2j + 1) by position * theta^(-2j / rotary) and writes them apart, first all first halves of a pair, then
+    all second ones: so transformers' GLM does, queries and keys alike. The rest passes through.
     """
-    wide, half = statistics_dtype(x.dtype), rotary // 2
+    return _rotate(x[..., 0:rotary:2], x[..., 1:rotary:2], x[..., rotary:], positions, theta)
+
+
+def _rotate(a, b, rest, positions, theta: float):
+    """The pairs (a, b), written as [a' | b' | rest].
+
+    Angles are formed in the statistics dtype as in the PyTorch reference, and cos and sin cast to the activations': at a million
+    tokens a more exact angle would be another model than the one that sampled the responses.
+    """
+    wide, pairs = statistics_dtype(a.dtype), a.shape[-1]
     # on the host, step by step as PyTorch: XLA's power is off in the last digit, at two million tokens up to 0.06 radians
-    frequencies = 1 / theta ** (np.arange(0, rotary, 2, dtype=wide) / rotary)
+    frequencies = 1 / theta ** (np.arange(0, 2 * pairs, 2, dtype=wide) / (2 * pairs))
     angles = positions.astype(wide)[:, None] * frequencies[None]
-    cos, sin = jnp.cos(angles).astype(x.dtype)[:, None], jnp.sin(angles).astype(x.dtype)[:, None]
-    a, b, rest = x[..., :half], x[..., half:rotary], x[..., rotary:]
+    cos, sin = jnp.cos(angles).astype(a.dtype)[:, None], jnp.sin(angles).astype(a.dtype)[:, None]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from longstraw_jax.models.base import Branch, BranchCotangent, Pages, Segment, Tree
+from longstraw_jax.models.base import Branch, BranchCotangent, NewRows, Pages, Segment, Tree
 from longstraw_jax.models.layers.paged_attention import KeyValues, attend, pull_attend
 from longstraw_jax.models.layers.stacked import add_entry, entry, read, set_entry, write
 from longstraw_jax.models.qwen36.attention import Projections
@@ -35,6 +35,7 @@ def extend(
     x = embed(segment.ids, segment.valid(), model.owners, model.dtype)
     first_slot = (segment.start - branch.own.start) // model.owners.count
     length = segment.start - branch.own.start + segment.length
+    to_host = branch.own.host and not stored
 
     def period(carry, xs):
         x, rows = carry
@@ -42,12 +43,13 @@ def extend(
         x, (inputs, recurrent) = lax.scan(gdn, x, (trainable["gdn"], frozen["gdn"], recurrent))
         attention = model.bind("attention", trainable["attention"], frozen["attention"])
         q, gate, k, v = attention.project(x, segment)
-        if not stored:
-            rows = {name: write(rows[name], y[None], (layer, first_slot)) for name, y in (("k", k), ("v", v))}
-        own = dataclasses.replace(branch.own, rows=branch.own.rows if stored else rows, length=length)
-        out, lse = attend(q, segment, _sources(model, branch.prefix, own, layer), model.sizes)
+        new = None if stored else NewRows({"k": k, "v": v}, first_slot)
+        if rows is not None:
+            rows = {name: write(rows[name], y[None], (layer, first_slot)) for name, y in new.rows.items()}
+        own = dataclasses.replace(branch.own, rows=branch.own.rows if rows is None else rows, length=length)
+        out, lse = attend(q, segment, _sources(model, branch.prefix, own, layer, new), model.sizes)
         kept = {"gdn": inputs, "attention": x, "out": out, "lse": lse}
-        return (attention.finish(x, out, gate, segment), rows), (recurrent, kept)
+        return (attention.finish(x, out, gate, segment), rows), (recurrent, kept, new.rows if to_host else None)
 
     def gdn(x, xs):
         trainable, frozen, state = xs
@@ -55,9 +57,10 @@ def extend(
         return y, (x, state)
 
     stacks = ({name: tree.get(name, {}) for name in ("gdn", "attention")} for tree in (trainable, frozen))
-    (x, rows), (recurrent, kept) = lax.scan(
-        period, (x, None if stored else branch.own.rows), (*stacks, branch.recurrent, jnp.arange(model.spec.periods)))
-    own = dataclasses.replace(branch.own, rows=branch.own.rows if stored else rows, length=length)
+    (x, rows), (recurrent, kept, new) = lax.scan(
+        period, (x, None if stored or to_host else branch.own.rows), (*stacks, branch.recurrent, jnp.arange(model.spec.periods)))
+    own = branch.own.with_new(new, first_slot) if to_host else branch.own if stored else dataclasses.replace(branch.own, rows=rows)
+    own = dataclasses.replace(own, length=length)
     return Branch(branch.prefix, own, recurrent), x, kept
 
 
@@ -137,8 +140,9 @@ class _Down:
         return read(rows, (i, slot), (1, *like.shape))[0].astype(like.dtype)
 
 
-def _sources(model: Qwen36Model, prefix: Pages | None, own: Pages, layer) -> list[KeyValues]:
-    return [KeyValues.of(pages, layer, model.owners, model.sizes.keys) for pages in (prefix, own) if pages is not None]
+def _sources(model: Qwen36Model, prefix: Pages | None, own: Pages, layer, new: NewRows | None = None) -> list[KeyValues]:
+    before = [KeyValues.of(prefix, layer, model.owners, model.sizes.keys)] if prefix is not None else []
+    return [*before, KeyValues.of(own, layer, model.owners, model.sizes.keys, new)]
 
 
 def _rows(prefix: Pages | None, cotangent: BranchCotangent) -> list[dict | None]:
