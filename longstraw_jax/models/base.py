@@ -112,18 +112,18 @@ class Pages:
         """The inverse of `of`."""
         return {name: x.reshape(x.shape[0], -1, self.granule, *x.shape[2:]) for name, x in self.rows.items()}
 
-    def layer(self, name: str, layer: Int[Array, ""], new: NewRows | None = None) -> tuple[Array, Int[Array, ""]]:
-        """(rows on the device, the layer's place in them): all layers', or from the host's memory a copy of the one that is meant.
+    def layer(self, name: str, layer: Int[Array, ""], new: NewRows | None = None) -> Array:
+        """Rows on the device: all layers', or from the host's memory a copy [1, S, ...] of the one that is meant.
 
         `new` rows are put into the copy; where the rows are on the device they have been written already.
         """
         if not self.host:
-            return self.rows[name], layer
+            return self.rows[name]
         at = (layer, *[0] * (self.rows[name].ndim - 1))
         copy = jax.device_put(jax.lax.dynamic_slice(self.rows[name], at, (1, *self.rows[name].shape[1:])), jax.memory.Space.Device)
         if new is not None:
             copy = jax.lax.dynamic_update_slice(copy, new.rows[name][None].astype(copy.dtype), (0, new.slot, *at[2:]))
-        return copy, jnp.int32(0)
+        return copy
 
     def with_new(self, rows: dict[str, Float[Array, "L T ..."]], slot: Int[Array, ""]) -> Pages:
         """Pages in the host's memory with a segment's rows of all layers written at `slot`, in place.
@@ -141,8 +141,8 @@ class Pages:
 
     def stretch(self, name: str, layer: Int[Array, ""], owners: Owners, new: NewRows | None = None) -> Stretch:
         """The rows `name` of one layer, with what it takes to find a position's row."""
-        rows, at = self.layer(name, layer, new)
-        return Stretch(rows, layer, self.start, self.length, Layout(owners, self.granule), at)
+        rows = self.layer(name, layer, new)
+        return Stretch(rows, layer, self.start, self.length, Layout(owners, self.granule), alone=self.host)
 
 
 @jax.tree_util.register_dataclass

@@ -35,10 +35,15 @@ class Stretch:
     length: Int[Array, ""]
     """Tokens that are real, over all owners."""
     layout: Layout
-    at: Int[Array, ""]
-    """Place of the layer in `rows`: the layer itself, or 0 where they are a copy of it alone."""
     dealt: int | None = None
     """None: a row is the owner's slot. Otherwise the rows are all owners' (`fetch`), so many slots of each owner in turn."""
+    alone: bool = False
+    """Whether `rows` [1, S, ...] are a copy of the layer alone, not of all layers."""
+
+    @property
+    def place(self) -> Int[Array, ""]:
+        """Of the layer in `rows`; `layer` is its place in buffers of all layers."""
+        return jnp.int32(0) if self.alone else self.layer
 
     @property
     def count(self) -> int:
@@ -71,11 +76,11 @@ class Stretch:
 
     def read(self, first: jax.Array, count: int) -> Float[Array, "count *rest"]:
         """`count` rows from row `first` on."""
-        return lax.dynamic_slice(self.rows, self._at(first, self.at), (1, count, *self.rows.shape[2:]))[0]
+        return lax.dynamic_slice(self.rows, self._at(first, self.place), (1, count, *self.rows.shape[2:]))[0]
 
     def take(self, at: Int[Array, "*shape"]) -> Float[Array, "..."]:
         """Rows at `at`, any shape; zeros where `at` is beyond the last row."""
-        return self.rows.at[self.at, at].get(mode="fill", fill_value=0)
+        return self.rows.at[self.place, at].get(mode="fill", fill_value=0)
 
     def add_at(self, buffer: Float[Array, "L S *rest"], at: Int[Array, "*shape"], x: Float[Array, "..."]) -> jax.Array:
         """`buffer`, of the rows' shape, with `x` added to the rows at `at`, in place inside a loop; none beyond the last row.
@@ -94,7 +99,7 @@ class Stretch:
             return lax.dynamic_update_slice(rows, part[None], self._at(j * dealt * owners.count, layer=0))
 
         rows = lax.fori_loop(0, steps, one, jnp.zeros((1, owners.count * self.count, *self.rows.shape[2:]), self.rows.dtype))
-        return dataclasses.replace(self, rows=rows, layer=jnp.int32(0), at=jnp.int32(0), dealt=dealt)
+        return dataclasses.replace(self, rows=rows, layer=jnp.int32(0), dealt=dealt, alone=True)
 
     def add_back(self, buffer: jax.Array, fetched: jax.Array, block: int, last: jax.Array) -> jax.Array:
         """The transpose of `fetch`: `buffer`, of the rows' shape, with every owner's `fetched` added, each row at its owner."""

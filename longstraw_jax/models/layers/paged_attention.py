@@ -34,19 +34,19 @@ class KeyValues:
 
     k: Float[Array, "L S KV D"]
     v: Float[Array, "L S KV D"]
-    at: Int[Array, ""]
-    """Place of the layer in k and v: the layer itself, or 0 where they are copies of it alone."""
     layer: Int[Array, ""]
     start: Int[Array, ""]
     length: Int[Array, ""]
     layout: Layout
     block: int
+    alone: bool = False
+    """Whether k and v are copies of the layer alone, not of all layers."""
 
     @classmethod
     def of(cls, pages: Pages, layer: jax.Array, owners: Owners, keys: int, new: NewRows | None = None) -> KeyValues:
-        (k, at), (v, _) = (pages.layer(name, layer, new) for name in ("k", "v"))
+        k, v = (pages.layer(name, layer, new) for name in ("k", "v"))
         block = largest_divisor(k.shape[1], keys)
-        return cls(k, v, at, layer, pages.start, pages.length, Layout(owners, pages.granule), block)
+        return cls(k, v, layer, pages.start, pages.length, Layout(owners, pages.granule), block, pages.host)
 
     def blocks(self, last: Int[Array, ""]) -> Int[Array, ""]:
         """Row blocks that a query at position `last` or before can see."""
@@ -54,12 +54,17 @@ class KeyValues:
         return -(-self.layout.slots_covering(tokens) // self.block)
 
     def keys(self, j: jax.Array) -> jax.Array:
-        return self._read(self.k, self.at, j)
+        return self._read(self.k, self._place, j)
 
     def values(self, j: jax.Array) -> jax.Array:
-        return self._read(self.v, self.at, j)
+        return self._read(self.v, self._place, j)
 
-    def _read(self, rows: jax.Array, layer: jax.Array, j: jax.Array) -> jax.Array:
+    @property
+    def _place(self) -> jax.Array | int:
+        """Of the layer in k and v; `layer` is its place in buffers of all layers."""
+        return 0 if self.alone else self.layer
+
+    def _read(self, rows: jax.Array, layer: jax.Array | int, j: jax.Array) -> jax.Array:
         return read(rows, (layer, j * self.block), (1, self.block, *rows.shape[2:]))[0]
 
     def add(self, rows: jax.Array, j: jax.Array, x: jax.Array) -> jax.Array:
