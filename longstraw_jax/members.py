@@ -144,7 +144,6 @@ def pack(
     )
 
 
-@functools.cache
 def members_program(model: Model, mesh: Mesh, to_prompt: bool = False) -> StageProgram:
     """(trainable, frozen, gradient, boundary, rows, recurrent, captured, members, settings, backward)
     -> (gradient, boundary, logprobs [G, N, B], losses [G]); the accumulators `gradient` and `boundary` are donated.
@@ -152,7 +151,11 @@ def members_program(model: Model, mesh: Mesh, to_prompt: bool = False) -> StageP
     `boundary` holds the cotangents of (rows, recurrent), or nothing unless `to_prompt`. `captured` is the number of captured
     positions; `backward` 0 only scores, 1 adds the group's gradient.
     """
+    return _members_program(model, mesh, to_prompt)  # the cache tells f(x, y=1) from f(x, 1)
 
+
+@functools.cache
+def _members_program(model: Model, mesh: Mesh, to_prompt: bool) -> StageProgram:
     def group(trainable, frozen, gradient, boundary, rows, recurrent, captured, members, settings, backward):
         prompt = Pages.of(rows, jnp.int32(0), captured, model.memory == "host")
         walk = _Walk(model, trainable, frozen, prompt, recurrent, settings, backward)

@@ -37,6 +37,7 @@ def test_demo_writes_what_programs_rely_on(tmp_path, capsys):
     assert receipt["positions"] == 309
     assert receipt["step"] == 2
     assert all(stage["seconds"] > 0 for stage in receipt["stages"].values())
+    assert all(receipt["steps"][0]["stages"][name]["compile_seconds"] > 0 for name in ("capture", "replay"))
     first, second = receipt["steps"]
     assert first["metrics"][0]["ratio_max"] == 1.0
     assert second["metrics"][0]["ratio_max"] != 1.0
