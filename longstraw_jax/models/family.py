@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float
 
 from longstraw_jax.config import BlockSizes, LoraConfig
 from longstraw_jax.errors import InputError
-from longstraw_jax.models.base import Parameter, Tree
+from longstraw_jax.models.base import Parameter, Segment, Tree
 from longstraw_jax.models.layers.declare import Fixed
 from longstraw_jax.models.layers.linear import Adapter, Linear
 from longstraw_jax.models.layers.numerics import statistics_dtype
@@ -108,6 +109,18 @@ class FamilyModel:
     def bind(self, part: str, trainable: Tree, frozen: Tree) -> nnx.Module:
         """The module of a part from its (sliced) parameters."""
         return nnx.merge(self.graphs[part], trainable, frozen)
+
+    def embed(self, trainable: Tree, frozen: Tree, segment: Segment) -> Float[Array, "T D"]:
+        """The segment's tokens, as the first layer takes them."""
+        embed = self.bind("embed_tokens", trainable.get("embed_tokens", {}), frozen.get("embed_tokens", {}))
+        return embed(segment.ids, segment.valid(), self.owners, self.dtype)
+
+    def pull_embed(self, trainable: Tree, segment: Segment, cotangent: Float[Array, "T D"], gradient: Tree) -> Tree:
+        """The transpose of `embed`: `gradient` grown, where the embedding is trained."""
+        if "embed_tokens" not in gradient:
+            return gradient
+        embed_bar, = jax.vjp(lambda p: self.embed({"embed_tokens": p}, {}, segment), trainable["embed_tokens"])[1](cotangent)
+        return {**gradient, "embed_tokens": add_entry(gradient["embed_tokens"], embed_bar)}
 
     def logprobs(self, trainable, frozen, hidden, targets, temperature):
         norm, head = (self.bind(part, trainable.get(part, {}), frozen.get(part, {})) for part in ("norm", "lm_head"))

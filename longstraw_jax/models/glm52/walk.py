@@ -37,8 +37,7 @@ def extend(
     Kept for `pull`: each layer's input, and the choices, {"selection": [full layers, T, k], "routing": [routed layers, T, k]}.
     """
     up = _Up(model, trainable, frozen, branch, segment, stored, choices)
-    embed = model.bind("embed_tokens", trainable.get("embed_tokens", {}), frozen.get("embed_tokens", {}))
-    x = embed(segment.ids, segment.valid(), model.owners, model.dtype)
+    x = model.embed(trainable, frozen, segment)
     carry, kept = (x, up.room_for_selections(), None if stored or up.to_host else branch.own.rows), {}
     for kind in KINDS:
         carry, kept[kind] = lax.scan(lambda carry, xs, kind=kind: up.layer(kind, carry, xs), carry, up.stacks(kind))
@@ -178,13 +177,7 @@ def pull(
         count = len(model.layers_of(kind))
         carry = lax.fori_loop(0, count, lambda step, carry, kind=kind, count=count: down.layer(kind, count - 1 - step, *carry), carry)
     x_bar, cotangent, gradient = carry
-    if "embed_tokens" in gradient:
-        def lookup(p):
-            return model.bind("embed_tokens", p, {})(segment.ids, segment.valid(), model.owners, model.dtype)
-
-        embed_bar, = jax.vjp(lookup, trainable["embed_tokens"])[1](x_bar)
-        gradient = {**gradient, "embed_tokens": add_entry(gradient["embed_tokens"], embed_bar)}
-    return cotangent, gradient
+    return cotangent, model.pull_embed(trainable, segment, x_bar, gradient)
 
 
 @dataclasses.dataclass(frozen=True)

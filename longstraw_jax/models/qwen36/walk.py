@@ -31,8 +31,7 @@ def extend(
     Kept for `pull`: each layer's input and each attention's output with its log-normaliser. A caller that does not use them
     pays nothing: they are dead code then. Where the rows are `stored` the loop carries no pages, which XLA might copy.
     """
-    embed = model.bind("embed_tokens", trainable.get("embed_tokens", {}), frozen.get("embed_tokens", {}))
-    x = embed(segment.ids, segment.valid(), model.owners, model.dtype)
+    x = model.embed(trainable, frozen, segment)
     first_slot = (segment.start - branch.own.start) // model.owners.count
     length = segment.start - branch.own.start + segment.length
     to_host = branch.own.host and not stored
@@ -81,13 +80,7 @@ def pull(
         return lax.fori_loop(0, model.spec.recurrent_per_period, gdn, (x_bar, cotangent, gradient))
 
     x_bar, cotangent, gradient = lax.fori_loop(0, model.spec.periods, period, (hidden, cotangent, gradient))
-    if "embed_tokens" in gradient:
-        def lookup(p):
-            return model.bind("embed_tokens", p, {})(segment.ids, segment.valid(), model.owners, model.dtype)
-
-        embed_bar, = jax.vjp(lookup, trainable["embed_tokens"])[1](x_bar)
-        gradient = {**gradient, "embed_tokens": add_entry(gradient["embed_tokens"], embed_bar)}
-    return cotangent, gradient
+    return cotangent, model.pull_embed(trainable, segment, x_bar, gradient)
 
 
 @dataclasses.dataclass(frozen=True)
