@@ -135,8 +135,9 @@ def _plain_logprobs(policy: Policy, group: Group) -> list[np.ndarray]:
 def _distributed(case: Case, runs: list[_Run]) -> dict:
     if len(runs) < 2:
         return {"status": "not_run", "reason": "only one mesh was asked for; give --mesh more than one device"}
-    one = runs[0].change()
-    difference = {_shown(run.mesh): max(_relative(run.change()[name], one[name]) for name in one) for run in runs[1:]}
+    one, *others = (run.change() for run in runs)
+    difference = {_shown(run.mesh): max(_relative(other[name], one[name]) for name in one)
+                  for run, other in zip(runs[1:], others, strict=True)}
     equal = {_shown(run.mesh): replicas_equal(run.after.trainable) for run in runs}
     passed = all(equal.values()) and max(difference.values()) <= TOLERANCES[case.dtype]
     return {"status": _status(passed), "replicas_bitwise_equal": equal, "max_relative_difference": difference,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -93,14 +93,10 @@ def place(parameter: Parameter, mesh: Mesh, read: Callable[[tuple, tuple[slice, 
     return jax.make_array_from_callback(parameter.shape, NamedSharding(mesh, parameter.spec), shard)
 
 
-def named_entries(tree: Tree, abstract: Tree) -> Iterator[tuple[str, Parameter, jax.Array]]:
-    """(checkpoint name, parameter, array) of every layer's entry of a tree of stacked arrays, still on their devices."""
-    for parameter, array in zip(jax.tree.leaves(abstract, is_leaf=is_parameter), jax.tree.leaves(tree), strict=True):
-        names = checkpoint_names(parameter)
-        for stack in np.ndindex(names.shape):
-            yield names[stack], parameter, array[stack]
-
-
 def to_host(tree: Tree, abstract: Tree) -> dict[str, np.ndarray]:
     """A tree as {checkpoint name: whole array}. Adapters' names end in `.lora_A` and `.lora_B`. For small models and adapters."""
-    return {name: np.asarray(array) for name, _, array in named_entries(tree, abstract)}
+    named = {}
+    for parameter, array in zip(jax.tree.leaves(abstract, is_leaf=is_parameter), jax.tree.leaves(tree), strict=True):
+        names, whole = checkpoint_names(parameter), np.asarray(array)
+        named |= {names[stack]: whole[stack] for stack in np.ndindex(names.shape)}
+    return named
