@@ -9,17 +9,19 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import engine_case as case
-from longstraw_jax.capture import capture
+from longstraw_jax.capture import capture, paged_order
 from longstraw_jax.config import BlockSizes, LoraConfig, ObjectiveConfig
 from longstraw_jax.errors import InputError
 from longstraw_jax.members import members_program, pack
 from longstraw_jax.models import parameters
+from longstraw_jax.models.base import Branch, Pages, Segment
 from longstraw_jax.models.glm52.spec import Glm52Spec
 from longstraw_jax.models.registry import make_model, named_spec
 from longstraw_jax.objective import settings_of
 from longstraw_jax.policy import Policy, random_policy
-from longstraw_jax.sharding import make_mesh
-from longstraw_jax.state import abstract_state, page_count
+from longstraw_jax.programs import StageProgram
+from longstraw_jax.sharding import NO_POSITION, Layout, make_mesh
+from longstraw_jax.state import abstract_state, empty_state, page_count, rows_spec
 from longstraw_jax.sweep import sweep
 from longstraw_jax.types import Response
 
@@ -58,6 +60,35 @@ def test_the_gradient_is_autodiffs_on_every_mesh(mesh, trainable, exchange, conv
     if trainable == "lora":
         assert case.farthest(p, replayed.gradient, conventional["lora", "response"][1]) < 1e-9
     assert case.farthest(p, sweep(p, state, group.prompt_ids, replayed).gradient, wanted) < 1e-9
+
+
+def chosen(mesh_shape: tuple[int, int], exchange: str) -> dict[str, np.ndarray]:
+    """What one `extend` over a whole prompt selects and routes, tokens in their order."""
+    p = policy(mesh_shape, exchange=exchange)
+    owners, tokens = p.model.owners, 96
+    layout = Layout(owners, p.model.sizes.page)
+
+    def run(trainable, frozen, rows, ids):
+        branch = Branch(None, Pages.of(rows, jnp.int32(0), jnp.int32(0)), {})
+        kept = p.model.extend(trainable, frozen, branch, Segment(ids, jnp.int32(0), jnp.int32(tokens), layout))[2]
+        return jax.tree.map(lambda x: x.swapaxes(0, 1), p.model.choices(kept))
+
+    rows, _ = empty_state(p.model, p.mesh, page_count(p.model, tokens))
+    ids = np.random.default_rng(7).integers(0, SPEC.vocab_size, tokens).astype(np.int32)
+    specs = [parameters.specs(tree) for tree in p.model.abstract_parameters()]
+    program = StageProgram(run, p.mesh, (*specs, dict.fromkeys(rows, rows_spec(p.model)), owners.spec), owners.spec)
+    kept = program(p.trainable, p.frozen, rows, paged_order(ids, layout))
+    return {name: np.asarray(layout.to_sequence(jnp.asarray(np.asarray(x)).reshape(owners.count, -1, *x.shape[1:])))
+            for name, x in kept.items()}
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_same_tokens_are_selected_and_routed_on_every_mesh():
+    wanted = chosen((1, 1), "rounds")
+    assert (wanted["selection"] < NO_POSITION).sum(-1).max() == SPEC.index_topk
+    for mesh, exchange in (((1, 8), "fetch"), ((8, 1), "rounds"), ((2, 4), "rounds"), ((4, 2), "fetch")):
+        for name, x in chosen(mesh, exchange).items():
+            np.testing.assert_array_equal(x, wanted[name], err_msg=f"{name} on {mesh}")
 
 
 def test_temporaries_do_not_depend_on_the_group():
