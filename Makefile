@@ -70,7 +70,7 @@ $(VENV)/.base: pyproject.toml Makefile
 	rm -rf $(VENV) && "$$found" -m venv $(VENV)
 	$(install)
 
-$(VENV)/.test: EXTRAS := [test,text,plot]
+$(VENV)/.test: EXTRAS := [test,text,plot,plan]
 $(VENV)/.test: $(VENV)/.base
 	$(install)
 

@@ -1,5 +1,6 @@
 """GRPO post-training on million-token prompts: the prompt is evaluated once, responses are replayed one at a time."""
 
+from longstraw_jax import backend as backend
 from longstraw_jax.capture import capture as capture
 from longstraw_jax.config import BlockSizes as BlockSizes
 from longstraw_jax.config import GradientConfig as GradientConfig

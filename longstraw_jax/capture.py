@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from longstraw_jax.config import GradientConfig
@@ -17,12 +17,12 @@ from longstraw_jax.models import parameters
 from longstraw_jax.models.base import Branch, Model, Pages, Segment, Tree
 from longstraw_jax.policy import Policy
 from longstraw_jax.programs import StageProgram
-from longstraw_jax.sharding import Layout
+from longstraw_jax.sharding import AnyMesh, Layout
 from longstraw_jax.state import EntryStates, Fingerprint, ResidentState, empty_state, page_count, rows_spec, state_placement
 
 
 @functools.cache
-def capture_program(model: Model, mesh: Mesh) -> StageProgram:
+def capture_program(model: Model, mesh: AnyMesh) -> StageProgram:
     """(trainable, frozen, rows, recurrent, ids [chunk], start, length) -> (rows, recurrent); the state is donated."""
 
     def chunk(trainable, frozen, rows, recurrent, ids, start, length):
@@ -42,6 +42,12 @@ def chunk_tokens(model: Model, tokens: int) -> int:
     """Tokens of one program call: the configured chunk in whole pages of every owner, no more than the prompt needs."""
     round_ = model.sizes.page * model.owners.count
     return round_ * max(1, min(model.sizes.chunk // round_, -(-tokens // round_)))
+
+
+def capture_pages(model: Model, tokens: int) -> int:
+    """Pages, over all owners, that a capture of `tokens` positions fills: whole chunks, so that the last can write its padding."""
+    chunk = chunk_tokens(model, tokens)
+    return page_count(model, -(-tokens // chunk) * chunk)
 
 
 def paged_order(ids: np.ndarray, layout: Layout) -> np.ndarray:
@@ -72,8 +78,7 @@ def capture(
         raise InputError(f"capacity of {capacity} positions for a prompt of {tokens + 1} tokens; wanted at least {tokens}")
     gradient = GradientConfig.of(gradient)
     chunk, entries = chunk_tokens(model, capacity), {}
-    # whole chunks, so that the last one has somewhere to write its padding
-    rows, recurrent = empty_state(model, mesh, page_count(model, -(-capacity // chunk) * chunk))
+    rows, recurrent = empty_state(model, mesh, capture_pages(model, capacity))
     program = capture_program(model, mesh)
     for start in range(0, tokens, chunk):
         if min(start + chunk, tokens) > gradient.reach(tokens):

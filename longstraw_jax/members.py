@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from longstraw_jax.config import ObjectiveConfig
 from longstraw_jax.gradients import grown
@@ -33,7 +33,7 @@ from longstraw_jax.models.layers.stacked import entry, set_entry
 from longstraw_jax.objective import loss_and_slope, settings_of
 from longstraw_jax.policy import Policy
 from longstraw_jax.programs import StageProgram
-from longstraw_jax.sharding import Layout
+from longstraw_jax.sharding import AnyMesh, Layout
 from longstraw_jax.state import ResidentState, StateCotangent, cotangent_specs, rows_spec
 from longstraw_jax.types import Response
 
@@ -144,7 +144,7 @@ def pack(
     )
 
 
-def members_program(model: Model, mesh: Mesh, to_prompt: bool = False) -> StageProgram:
+def members_program(model: Model, mesh: AnyMesh, to_prompt: bool = False) -> StageProgram:
     """(trainable, frozen, gradient, boundary, rows, recurrent, captured, members, settings, backward)
     -> (gradient, boundary, logprobs [G, N, B], losses [G]); the accumulators `gradient` and `boundary` are donated.
 
@@ -155,7 +155,7 @@ def members_program(model: Model, mesh: Mesh, to_prompt: bool = False) -> StageP
 
 
 @functools.cache
-def _members_program(model: Model, mesh: Mesh, to_prompt: bool) -> StageProgram:
+def _members_program(model: Model, mesh: AnyMesh, to_prompt: bool) -> StageProgram:
     def group(trainable, frozen, gradient, boundary, rows, recurrent, captured, members, settings, backward):
         prompt = Pages.of(rows, jnp.int32(0), captured, model.memory == "host")
         walk = _Walk(model, trainable, frozen, prompt, recurrent, settings, backward)

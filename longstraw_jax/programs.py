@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+
+from longstraw_jax.sharding import AnyMesh
 
 
 class StageProgram:
@@ -19,7 +20,7 @@ class StageProgram:
     Products of float32 matrices are taken in full: the delta rule's chunks need it, and the large products are narrower anyway.
     """
 
-    def __init__(self, f: Callable, mesh: Mesh, in_specs: Any, out_specs: Any, donate: Sequence[int] = (), placed: Any = None):
+    def __init__(self, f: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any, donate: Sequence[int] = (), placed: Any = None):
         def exact(*args):
             with jax.default_matmul_precision("highest"):
                 return f(*args)

@@ -14,6 +14,7 @@ from longstraw_jax.models import parameters
 from longstraw_jax.models.base import Model, Tree
 from longstraw_jax.models.layers.numerics import statistics_dtype
 from longstraw_jax.policy import Policy
+from longstraw_jax.sharding import AnyMesh
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,12 @@ class ResidentState:
     def device_bytes(self) -> dict[str, int]:
         """Bytes per device, by part."""
         parts = {"pages": self.rows, "recurrent": self.recurrent, "entries": self.entries.states if self.entries else ()}
-        return {name: tree_bytes(part) for name, part in parts.items() if jax.tree.leaves(part) and _on_device(part)}
+        return {name: tree_bytes(part) for name, part in parts.items() if jax.tree.leaves(part) and on_device(part)}
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes per device that wait in the host's memory, by part."""
         parts = {"pages": self.rows, "entries": self.entries.states if self.entries else ()}
-        return {name: tree_bytes(part) for name, part in parts.items() if jax.tree.leaves(part) and not _on_device(part)}
+        return {name: tree_bytes(part) for name, part in parts.items() if jax.tree.leaves(part) and not on_device(part)}
 
 
 @jax.tree_util.register_dataclass
@@ -97,7 +98,7 @@ class StateCotangent:
         return tree_bytes((self.rows, self.recurrent))
 
 
-def _on_device(tree: Tree) -> bool:
+def on_device(tree: Tree) -> bool:
     return all(x.sharding.memory_kind != "pinned_host" for x in jax.tree.leaves(tree))
 
 
@@ -115,12 +116,12 @@ def page_count(model: Model, tokens: int) -> int:
     return per_owner * model.owners.count
 
 
-def abstract_state(model: Model, mesh: jax.sharding.Mesh, pages: int) -> tuple[dict, Tree]:
+def abstract_state(model: Model, mesh: AnyMesh, pages: int) -> tuple[dict, Tree]:
     """(rows, recurrent) as shapes with shardings: what a capture of up to pages * page tokens will hold."""
     shapes, specs = model.abstract_recurrent()
 
     def sized(s, spec):
-        return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec))
+        return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec, memory_kind="device"))
 
     placed = NamedSharding(mesh, rows_spec(model), memory_kind="pinned_host" if model.memory == "host" else "device")
     rows = {name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=placed)
@@ -128,7 +129,7 @@ def abstract_state(model: Model, mesh: jax.sharding.Mesh, pages: int) -> tuple[d
     return rows, jax.tree.map(sized, shapes, specs)
 
 
-def state_placement(model: Model, mesh: jax.sharding.Mesh) -> tuple[dict, Tree]:
+def state_placement(model: Model, mesh: AnyMesh) -> tuple[dict, Tree]:
     """Shardings of (rows, recurrent), their memory included."""
     return jax.tree.map(lambda s: s.sharding, abstract_state(model, mesh, model.owners.count))
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Int
 
 from longstraw_jax.capture import chunk_ids
@@ -27,12 +27,12 @@ from longstraw_jax.models.base import Branch, BranchCotangent, Model, Pages, Seg
 from longstraw_jax.policy import Policy
 from longstraw_jax.programs import StageProgram
 from longstraw_jax.replay import Replay
-from longstraw_jax.sharding import Layout
+from longstraw_jax.sharding import AnyMesh, Layout
 from longstraw_jax.state import EntryStates, ResidentState, StateCotangent, cotangent_specs, rows_spec
 
 
 @functools.cache
-def sweep_program(model: Model, mesh: Mesh) -> StageProgram:
+def sweep_program(model: Model, mesh: AnyMesh) -> StageProgram:
     """(trainable, frozen, gradient, cotangent, rows, entry, ids [chunk], start, length, fixed) -> (gradient, cotangent).
 
     `cotangent` is that of (rows, recurrent), of the chunk's exit on the way in and of its entry on the way out; it and

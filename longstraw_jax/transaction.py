@@ -64,11 +64,9 @@ class Transaction:
         gradient, loss, figures, scored, held = None, 0.0, [], [], ({}, {})
         weights = member_weights(self.groups, self.objective.normalisation)
         for i, group in enumerate(self.groups):
-            state = self._capture(policy, group, clock, self.gradient)
             # for its own cosine a group starts its own accumulator
-            result = self._replay(policy, state, i, weights[i], None if self.gradient.measure_cosine else gradient, clock)
-            held = max(held, _held(state, result), key=lambda held: sum(sum(parts.values()) for parts in held))
-            result = self._sweep(policy, state, group, result, clock)
+            result, now = self._group(policy, i, weights[i], None if self.gradient.measure_cosine else gradient, clock)
+            held = max(held, now, key=lambda held: sum(sum(parts.values()) for parts in held))
             if gradient is not None and self.gradient.measure_cosine:
                 result = replace(result, gradient=jax.tree.map(jax.numpy.add, gradient, result.gradient))
             gradient, loss = result.gradient, loss + result.loss
@@ -80,6 +78,13 @@ class Transaction:
         self.policy, self._state = moved.policy, moved.optimizer_state
         self.old = self.old or scored
         return self._receipt(clock, held, loss, moved.grad_norm, figures, policy is not moved.policy)
+
+    def _group(self, policy: Policy, i: int, weights: np.ndarray, accumulator, clock: _Clock) -> tuple[Replay, tuple[dict, dict]]:
+        """A group's gradient, and what was held for it. Its pages are gone before the next group's are made, and before the update."""
+        state = self._capture(policy, self.groups[i], clock, self.gradient)
+        result = self._replay(policy, state, i, weights, accumulator, clock)
+        held = _held(state, result)
+        return self._sweep(policy, state, self.groups[i], result, clock), held
 
     def _capture(self, policy: Policy, group: Group, clock: _Clock, gradient: GradientConfig) -> ResidentState:
         # one capacity for all groups, so that they share their programs

@@ -39,13 +39,21 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 def init_optimizer(policy: Policy, config: OptimizerConfig) -> Tree:
     """A fresh optimizer state, its moments placed as the parameters they belong to."""
-    optimizer = make_optimizer(config)
-    specs = parameters.specs(policy.model.abstract_parameters()[0])
-    shapes = jax.eval_shape(optimizer.init, policy.trainable)
-    placed = optax.tree_utils.tree_map_params(
-        optimizer, lambda _, spec: NamedSharding(policy.mesh, spec), shapes, specs,
-        transform_non_params=lambda _: NamedSharding(policy.mesh, PartitionSpec()))
-    return jax.jit(optimizer.init, out_shardings=placed)(policy.trainable)
+    shapes = abstract_optimizer_state(config, parameters.abstract_arrays(policy.model.abstract_parameters()[0], policy.mesh))
+    return jax.jit(make_optimizer(config).init, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))(policy.trainable)
+
+
+def abstract_optimizer_state(config: OptimizerConfig, trainable: Tree) -> Tree:
+    """The optimizer's state for `trainable`, shapes with placements, in the same form."""
+    optimizer, placed = make_optimizer(config), jax.tree.leaves(trainable)[0].sharding
+    replicated = NamedSharding(placed.mesh, PartitionSpec(), memory_kind="device")
+
+    def sized(shape, sharding):
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    return optax.tree_utils.tree_map_params(
+        optimizer, lambda shape, parameter: sized(shape, parameter.sharding), jax.eval_shape(optimizer.init, trainable), trainable,
+        transform_non_params=lambda shape: sized(shape, replicated))
 
 
 @functools.cache

@@ -11,9 +11,9 @@ PACKAGE = ROOT / "longstraw_jax"
 
 # A module or package may import what stands before it, and itself. A new file takes its place here.
 ORDER = (
-    "errors", "types", "tokenizer", "groups", "config", "sharding", "kernels_pallas", "models", "policy", "loading", "state",
+    "backend", "errors", "types", "tokenizer", "groups", "config", "sharding", "kernels_pallas", "models", "policy", "loading", "state",
     "programs", "gradients", "capture", "objective", "members", "score", "replay", "sweep", "update", "receipts", "transaction",
-    "conventional", "evidence", "cli",
+    "conventional", "evidence", "planner", "cli",
 )
 # Within `models`, likewise: only the registry knows all families, and a family knows no other.
 MODELS_ORDER = ("checkpoint", "adapters", "base", "parameters", "layers", "family", "families", "registry")

@@ -12,13 +12,14 @@ from typing import Annotated
 import tyro
 
 from longstraw_jax.cli.demo import Demo
+from longstraw_jax.cli.plan import PlanCommand
 from longstraw_jax.cli.step import Step
 from longstraw_jax.cli.verify import Verify
 from longstraw_jax.errors import InputError, LongstrawError, UnsupportedError
 
 Command = (
     Annotated[Step, tyro.conf.subcommand("step")] | Annotated[Demo, tyro.conf.subcommand("demo")]
-    | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[Verify, tyro.conf.subcommand("verify")] | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
 )
 
 

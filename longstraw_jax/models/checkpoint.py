@@ -283,8 +283,8 @@ def _same_bytes(left: np.ndarray, right: np.ndarray) -> bool:
     return np.array_equal(left.reshape(-1).view(np.uint8), right.reshape(-1).view(np.uint8))
 
 
-def write_json(path: PathLike, value: Mapping[str, Any]) -> None:
-    """Writes a JSON object beside `path`, then moves it there."""
+def write_json(path: PathLike, value: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    """Writes a JSON object, or a list of them, beside `path`, then moves it there."""
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     _replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 

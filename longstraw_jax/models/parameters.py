@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from longstraw_jax.models.base import Model, Parameter, Tree
+from longstraw_jax.sharding import AnyMesh
 
 
 def is_parameter(x) -> bool:
@@ -33,9 +34,12 @@ def shardings(tree: Tree, mesh: Mesh) -> Tree:
     return map_parameters(lambda p: NamedSharding(mesh, p.spec), tree)
 
 
-def abstract_arrays(tree: Tree, mesh: Mesh) -> Tree:
+def abstract_arrays(tree: Tree, mesh: AnyMesh) -> Tree:
     """The arrays that a tree of `Parameter` stands for, without their contents: for compiling and for sizing."""
-    return map_parameters(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(mesh, p.spec)), tree)
+    def one(p: Parameter) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(mesh, p.spec, memory_kind="device"))
+
+    return map_parameters(one, tree)
 
 
 def count(tree: Tree) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from jax.sharding import AbstractMesh, Mesh
-
 from longstraw_jax.config import BlockSizes, LoraConfig
 from longstraw_jax.errors import InputError, UnsupportedError
 from longstraw_jax.models.base import Model
@@ -11,7 +9,7 @@ from longstraw_jax.models.glm52 import spec as glm52
 from longstraw_jax.models.glm52.model import Glm52Model
 from longstraw_jax.models.qwen36 import spec as qwen36
 from longstraw_jax.models.qwen36.model import Qwen36Model
-from longstraw_jax.sharding import Owners
+from longstraw_jax.sharding import AnyMesh, Owners, platform_of
 
 SPECS = {**qwen36.SPECS, **glm52.SPECS}
 """Specs that have a name."""
@@ -38,9 +36,11 @@ def spec_of_config(config: dict) -> Spec:
 
 
 def make_model(
-    spec: Spec, mesh: Mesh | AbstractMesh, *, dtype: str, lora: LoraConfig | None, sizes: BlockSizes, memory: str = "device"
+    spec: Spec, mesh: AnyMesh, *, dtype: str, lora: LoraConfig | None, sizes: BlockSizes, memory: str = "device"
 ) -> Model:
     """The family's model on a mesh. Raises where the spec cannot run on it or has no such adapter targets."""
     if isinstance(spec, glm52.Glm52Spec):
-        return Glm52Model(spec, Owners.of(mesh), Owners.of(mesh, "expert"), dtype, lora, sizes, memory)
+        # XLA has the ragged collective for accelerators only
+        exchange = "gather" if platform_of(mesh) == "cpu" else "ragged"
+        return Glm52Model(spec, Owners.of(mesh), Owners.of(mesh, "expert"), dtype, lora, sizes, memory, expert_exchange=exchange)
     return Qwen36Model(spec, Owners.of(mesh), dtype, lora, sizes, memory)

@@ -2,10 +2,12 @@
 
 from longstraw_jax.sharding.layout import Layout as Layout
 from longstraw_jax.sharding.mesh import AXES as AXES
+from longstraw_jax.sharding.mesh import AnyMesh as AnyMesh
 from longstraw_jax.sharding.mesh import fake_cpu_devices as fake_cpu_devices
 from longstraw_jax.sharding.mesh import make_mesh as make_mesh
 from longstraw_jax.sharding.mesh import offer_cpu_devices as offer_cpu_devices
 from longstraw_jax.sharding.mesh import parse_mesh as parse_mesh
+from longstraw_jax.sharding.mesh import platform_of as platform_of
 from longstraw_jax.sharding.owners import Owners as Owners
 from longstraw_jax.sharding.rules import EXPERT as EXPERT
 from longstraw_jax.sharding.rules import SPLIT as SPLIT

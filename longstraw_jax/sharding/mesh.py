@@ -6,36 +6,24 @@ Tokens are sharded over both axes, so the context-parallel degree is context x e
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from longstraw_jax.backend import reserve_threads, shown_devices
 from longstraw_jax.errors import InputError
 
 AXES = ("context", "expert")
 
-
-def _reserve_threads(devices: int) -> None:
-    """Sizes the CPU client's thread pool, which devices and the pieces of their operators share.
-
-    By default it has as many threads as cores or devices. When all of them wait, in a collective or for pieces of an operator,
-    nothing is left to run what they wait for, and they wait for ever: seen with 8 devices on 2 cores, and with 1. A few more
-    cure it; many more only spin: with 32 threads for 4 devices on 2 cores a step takes 20 times as long.
-    """
-    threads = max((os.cpu_count() or 1) + 2, devices + max(4, devices // 2) if devices > 1 else 0)
-    given = os.environ.get("NPROC", "")
-    os.environ["NPROC"] = str(max(threads, int(given) if given.isdigit() else 0))  # read when the client starts
-
-
-_reserve_threads(1)
+AnyMesh = Mesh | AbstractMesh
+"""Devices at hand, or such as programs are only compiled for."""
 
 
 def offer_cpu_devices(count: int) -> None:
     """Has JAX show `count` CPU devices where it finds no accelerator. No effect once JAX has started."""
-    _reserve_threads(count)
+    reserve_threads(count)
     with contextlib.suppress(RuntimeError):  # JAX has started
         jax.config.update("jax_num_cpu_devices", count)
 
@@ -50,7 +38,7 @@ def fake_cpu_devices(count: int) -> None:
     offer_cpu_devices(count)
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_platforms", "cpu")
-    if jax.device_count() != count or jax.default_backend() != "cpu":
+    if len(shown_devices()) != count or jax.default_backend() != "cpu":
         raise InputError(f"JAX already runs with {jax.device_count()} {jax.default_backend()} devices, {count} fake CPU devices "
                          "were asked for; ask before the first JAX computation of the process")
 
@@ -59,12 +47,19 @@ def make_mesh(context: int = 1, expert: int = 1, devices: Sequence[jax.Device] |
     """A mesh of context x expert devices (default: the first ones JAX shows). Raises InputError if there are too few."""
     if context < 1 or expert < 1:
         raise InputError(f"mesh context={context},expert={expert}; wanted whole numbers >= 1")
-    devices = jax.devices() if devices is None else list(devices)
+    devices = shown_devices() if devices is None else list(devices)
     if len(devices) < context * expert:
         raise InputError(f"mesh context={context},expert={expert} needs {context * expert} devices and there are {len(devices)} "
                          f"({devices[0].platform}); use a smaller mesh, or fake_cpu_devices({context * expert}) before JAX starts")
     grid = np.asarray(devices[: context * expert], dtype=object).reshape(context, expert)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def platform_of(mesh: AnyMesh) -> str:
+    """What the mesh's devices are, `cpu` or `gpu` for example; of devices that are not at hand, too, where the mesh says it."""
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0].platform
+    return mesh.abstract_device.platform if mesh.abstract_device else jax.default_backend()
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -68,6 +68,8 @@ class Glm52Model(FamilyModel):
     memory: str = "device"
     exchange: str = "auto"
     """How selected rows and queries meet: "rounds", "fetch", or by the segment's length."""
+    expert_exchange: str = "gather"
+    """How tokens get to their experts; see `ExpertPlan`."""
 
     linear_layers = LINEAR_LAYERS
     checkpoint_prefixes = {}
@@ -94,7 +96,7 @@ class Glm52Model(FamilyModel):
         spec, axes = self.spec, tuple(axis for axis in self.owners.axes if axis not in self.expert_owners.axes)
         context = Owners(axes, self.owners.count // self.expert_owners.count)
         return ExpertPlan(context, self.expert_owners, spec.n_routed_experts, spec.hidden_size, spec.moe_intermediate_size,
-                          self.lora.scale if self.lora else 0.0, self.sizes.queries, self.sizes.queries)
+                          self.lora.scale if self.lora else 0.0, self.sizes.queries, self.sizes.queries, self.expert_exchange)
 
     @cached_property
     def tile_sizes(self) -> BlockSizes:

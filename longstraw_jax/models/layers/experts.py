@@ -27,12 +27,13 @@ from longstraw_jax.config import LoraConfig
 from longstraw_jax.errors import InputError
 from longstraw_jax.models.base import Tree
 from longstraw_jax.models.layers.declare import Constant, Normal, Uniform, parameter
+from longstraw_jax.models.layers.expected import expected, expected_blocks
 from longstraw_jax.models.layers.linear import INIT_STD, Adapter, gather_whole
 from longstraw_jax.models.layers.numerics import statistics_dtype
 from longstraw_jax.models.layers.stacked import read, write
 from longstraw_jax.sharding import EXPERT, SPLIT, WHOLE, Owners
 
-EXCHANGES = ("auto", "gather", "ragged")
+EXCHANGES = ("gather", "ragged")
 
 
 def _scores(h: Float[Array, "T D"], gate_weight: Float[Array, "E D"]) -> Float[Array, "T E"]:
@@ -93,7 +94,7 @@ class ExpertPlan:
     one expert that are multiplied at once. Neither changes a result beyond rounding.
 
     `exchange`: "gather" sends every token to all expert owners of its row, on every backend; "ragged" sends one copy to each
-    owner that has work for it, where XLA has the collective (GPU, TPU); "auto" is "ragged" there, and "gather" elsewhere.
+    owner that has work for it, where XLA has the collective (GPU, TPU).
     """
 
     context: Owners
@@ -104,7 +105,7 @@ class ExpertPlan:
     scale: float = 0.0
     tile: int = 256
     block: int = 256
-    exchange: str = "auto"
+    exchange: str = "gather"
 
     def __post_init__(self):
         if self.count % self.expert.count:
@@ -124,8 +125,7 @@ class ExpertPlan:
 
     @property
     def ragged(self) -> bool:
-        wanted = self.exchange == "ragged" or self.exchange == "auto" and jax.default_backend() != "cpu"
-        return wanted and self.expert.count > 1
+        return self.exchange == "ragged" and self.expert.count > 1
 
 
 @dataclass(frozen=True)
@@ -357,9 +357,12 @@ class _Pairs:
     """Row that holds each token."""
     weights: Float[Array, "nk"]
     size: int
+    mean: float
+    """Pairs of an expert, were all chosen equally often."""
 
     def blocks(self, e: jax.Array) -> jax.Array:
-        return -(-(self.bounds[e + 1] - self.bounds[e]) // self.size)
+        blocks = -(-(self.bounds[e + 1] - self.bounds[e]) // self.size)
+        return expected(blocks, expected_blocks(self.mean, self.size))
 
     def block(self, e: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(rows, pairs, weights) of block j of expert e. Beyond the expert's last pair: numbers beyond the end, and 0."""
@@ -381,7 +384,8 @@ def _sort(indices: Int[Array, "t k"], weights: Float[Array, "t k"], plan: Expert
     key, order = lax.sort((key, jnp.arange(key.shape[0], dtype=jnp.int32)), num_keys=1, is_stable=True)
     bounds = jnp.searchsorted(key, jnp.arange(plan.local + 1, dtype=jnp.int32)).astype(jnp.int32)
     size = min(plan.block, key.shape[0])
-    pairs = _Pairs(jnp.pad(order, (0, size)), bounds, exchange.slots(everyone.shape[0]), plan.expert.gather(weights).reshape(-1), size)
+    slots, weights = exchange.slots(everyone.shape[0]), plan.expert.gather(weights).reshape(-1)
+    pairs = _Pairs(jnp.pad(order, (0, size)), bounds, slots, weights, size, key.shape[0] / plan.count)
     return pairs, exchange
 
 

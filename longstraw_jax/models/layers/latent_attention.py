@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from longstraw_jax.config import BlockSizes
 from longstraw_jax.kernels_pallas import lse_merge
 from longstraw_jax.models.base import Segment
+from longstraw_jax.models.layers.expected import expected
 from longstraw_jax.models.layers.numerics import statistics_dtype
 from longstraw_jax.models.layers.selection import Exchange, at_hand, last_position
 from longstraw_jax.models.layers.vocabulary import largest_divisor
@@ -90,10 +91,12 @@ class _Run(NamedTuple):
     rows: Int[Array, "Q K"]
     first: Int[Array, "Q"]
     stop: Int[Array, "Q"]
+    share: int
+    """Entries of a query's, were its selection spread evenly over the parties."""
 
     def rounds(self, capacity: int) -> jax.Array:
         """Rounds of `capacity` entries until no query has one left."""
-        return -(-(self.stop - self.first).max() // capacity)
+        return expected(-(-(self.stop - self.first).max() // capacity), float(-(-self.share // capacity)))
 
     def round(self, r: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(rows [Q, capacity, C], which are there [Q, capacity], where they lie): zeros, and beyond the last row, elsewhere."""
@@ -134,7 +137,8 @@ class _Work:
         me = self.parties.index() if parties > 1 else 0
         place = [s * parties + me for s in range(len(self.stretches))]
         first, stop = ([lax.dynamic_index_in_dim(bounds, p + d, 1, keepdims=False) for p in place] for d in (0, 1))
-        return [_Run(*run) for run in zip(self.stretches, [rows] * len(place), first, stop, strict=True)]
+        share = [min(-(-rows.shape[1] // parties), stretch.count) for stretch in self.stretches]
+        return [_Run(*run) for run in zip(self.stretches, [rows] * len(place), first, stop, share, strict=True)]
 
     def _by_keeper(self, i: jax.Array) -> tuple[Int[Array, "t K"], Int[Array, "t bounds"]]:
         """Rows of the tile's selection by (stretch, keeper), and where each keeper's begin: [t, stretches * parties + 1]."""

@@ -1,0 +1,89 @@
+"""XLA's GPU compiler without a GPU: abstract arguments in, the real executable's bytes out.
+
+Arguments are traced on an `AbstractMesh`. On a mesh of the topology's own devices, which have no memories, a placement in the
+host's memory would silently be dropped, and its bytes would count as the device's (jax 0.10 to 0.12).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from longstraw_jax.backend import PLUGINS, installed, quiet, shown_devices
+from longstraw_jax.errors import UnsupportedError
+from longstraw_jax.planner.chips import Chip
+from longstraw_jax.sharding import AXES
+
+REMEDY = "pip install 'longstraw-jax[plan]'"
+
+# Untuned Triton products, all that can be had without a device, fail on small ones ("Couldn't find output tile sizes"), compile
+# longer and need more room than cuBLAS's.
+OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of one program on one device, in bytes."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    """Outputs that take the place of donated arguments."""
+    temporaries: int
+    host_arguments: int
+    host_temporaries: int
+    seconds: float
+    """Spent compiling."""
+
+    @property
+    def device_bytes(self) -> int:
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+def abstract_mesh(chip: Chip, context: int, expert: int) -> AbstractMesh:
+    """A mesh of chips that nobody has."""
+    shown_devices()  # JAX starts, before a trace does it and lets the plugin remark that there are no drivers
+    device = AbstractDevice(device_kind=chip.kind, num_cores=chip.cores, platform="gpu")
+    return AbstractMesh((context, expert), AXES, axis_types=(AxisType.Auto,) * len(AXES), abstract_device=device)
+
+
+def compile_for(chip: Chip, count: int, jitted: Any, arguments: tuple) -> Compiled:
+    """Compiles `jitted` for `count` chips from abstract arguments, every one with a placement that names its memory.
+
+    Raises UnsupportedError where the compiler's packages are missing.
+    """
+    devices = _devices(chip, count)
+    begun = time.perf_counter()
+    lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
+    lowered._lowering.compile_args["backend"] = devices[0].client  # no public way: the CPU's client would be taken
+    with quiet():  # that sorts are not tuned without a device, and the like; faults are exceptions
+        compiled = lowered.compile(device_assignment=tuple(devices), compiler_options=OPTIONS)
+    m = compiled.memory_analysis()
+    return Compiled(
+        m.argument_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes, m.temp_size_in_bytes, m.host_argument_size_in_bytes,
+        m.host_temp_size_in_bytes, time.perf_counter() - begun)
+
+
+def _devices(chip: Chip, count: int) -> list:
+    require_compiler()
+    within = min(count, chip.node)
+    with quiet():
+        shape = f"1x{-(-count // within)}x{within}"
+        try:
+            described = topologies.get_topology_desc(chip.name, "cuda", target_config=chip.target(), topology=shape)
+        except NotImplementedError:  # JAX was started before this package and has given the plugin up
+            raise UnsupportedError("JAX's CUDA plugin failed to start, probably for want of a driver; set JAX_PLATFORMS=cpu, with which "
+                                   "it compiles without one") from None
+    return described.devices[:count]
+
+
+def require_compiler() -> None:
+    """Raises UnsupportedError, saying what to install, where XLA's GPU compiler or the assembler behind it is missing."""
+    if not installed(*PLUGINS):
+        raise UnsupportedError(f"planning compiles with JAX's CUDA plugin, which is not installed; wanted its packages: {REMEDY}")
+    if not installed("nvidia.cuda_nvcc", "nvidia.cu13"):
+        raise UnsupportedError(f"planning needs ptxas, from NVIDIA's nvcc package, which is not installed; wanted it: {REMEDY}")
