@@ -7,6 +7,7 @@ from pathlib import Path
 
 from longstraw_jax.errors import UnsupportedError
 
+
 def draw(path: Path, plans: Sequence[dict], title: str, published: Sequence[tuple[int, float]] = ()) -> None:
     """Writes a picture (by the file's ending) of plans as `Plan.as_dict` gives them, and of (positions, 10^9 bytes per device) that
     LongStraw (2026) reports. Raises UnsupportedError without matplotlib."""
