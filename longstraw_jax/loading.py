@@ -25,7 +25,8 @@ DTYPES = ("auto", "bfloat16", "float32", "float64")
 
 def load_policy(
     model: str | os.PathLike, mesh: Mesh, *, adapter: str | os.PathLike | None = None, lora: LoraConfig | None = None,
-    trainable: str = "lora", dtype: str = "auto", sizes: BlockSizes | None = None, memory: str = "device", seed: int = 0,
+    trainable: str = "lora", dtype: str = "auto", sizes: BlockSizes | None = None, memory: str = "device",
+    weights: str = "plain", seed: int = 0,
     note: Callable[[str], None] = lambda text: None,
 ) -> Policy:
     """A policy on a mesh, every device reading just its own shards.
@@ -37,6 +38,8 @@ def load_policy(
       trainable: "lora", or "all" for every parameter and no adapter.
       dtype: of base weights and activations; "auto" takes float32 where the checkpoint has it, else bfloat16.
       memory: where prompts' pages lie, "device", or "host": in its pinned memory, a layer at a time on the device.
+      weights: how the frozen matrices of the blocks' linear layers are held: "plain", in `dtype`, or "nf4", quantised shard by
+        shard as they are read (QLoRA, Dettmers et al., 2023).
       seed: of random weights and fresh adapters.
       note: told, in a sentence, what was left out by name.
 
@@ -57,7 +60,7 @@ def load_policy(
     spec = spec_of_config(read_config(directory)) if directory else named_spec(str(model))
     files = SafetensorsDirectory(directory) if directory else None
     dtype = _dtype_of(files) if dtype == "auto" else dtype
-    built = make_model(spec, mesh, dtype=dtype, lora=lora, sizes=sizes or BlockSizes(), memory=memory)
+    built = make_model(spec, mesh, dtype=dtype, lora=lora, sizes=sizes or BlockSizes(), memory=memory, weights=weights)
     policy = random_policy(built, mesh, seed) if files is None else _read_weights(built, mesh, files, seed, note)
     return policy if given is None else with_adapter(policy, given)
 
@@ -77,7 +80,7 @@ def _dtype_of(files: SafetensorsDirectory | None) -> str:
 
 def _read_weights(model: Model, mesh: Mesh, files: SafetensorsDirectory, seed: int, note: Callable[[str], None]) -> Policy:
     abstract = model.abstract_parameters()
-    wanted = {name: p.shape[0 if p.stack is None else p.stack.ndim :] for p in _base_parameters(abstract)
+    wanted = {name: p.entry_shape for p in _base_parameters(abstract)
               for name in parameters.checkpoint_names(p).reshape(-1).tolist()}
     names, ignored = match_names(files.shapes, wanted, model.checkpoint_prefixes, model.checkpoint_ignored)
     if ignored:

@@ -16,7 +16,7 @@ ORDER = (
     "conventional", "evidence", "planner", "cli",
 )
 # Within `models`, likewise: only the registry knows all families, and a family knows no other.
-MODELS_ORDER = ("checkpoint", "adapters", "base", "parameters", "layers", "family", "families", "registry")
+MODELS_ORDER = ("checkpoint", "adapters", "base", "layers", "parameters", "family", "families", "registry")
 FAMILIES = {"qwen36": "qwen", "glm52": "glm"}  # folder in `models`, and the word that the engine must not know
 NAMES_FAMILIES = ("models", "cli")  # the command line may have a family's model as its default
 

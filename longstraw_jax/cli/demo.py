@@ -52,6 +52,8 @@ class Demo:
     """The receipts."""
     memory: Literal["device", "host"] = "device"
     """Where the prompt's pages lie; `host`: in pinned memory, a layer at a time on the device."""
+    weights: Literal["plain", "nf4"] = "plain"
+    """How the frozen matrices of the blocks are held: as they are, or quantised to four bits (QLoRA)."""
     through: Annotated[Gradient, tyro.conf.arg(name="")] = field(default_factory=Gradient)
     blocks: Annotated[Blocks, tyro.conf.arg(name="")] = field(default_factory=Blocks)
 
@@ -71,7 +73,7 @@ class Demo:
     def _train(self, model: str, mesh: Mesh, gradient: GradientConfig) -> Iterator[Receipt]:
         group = text_group(self._tokens(model), self.prompt_length, self.response_length, self.group)
         policy = load_policy(model, mesh, lora=LoraConfig(rank=8, alpha=16), sizes=self.blocks.sizes(_CPU_SIZES),
-                             memory=self.memory, seed=self.seed, note=note)
+                             memory=self.memory, weights=self.weights, seed=self.seed, note=note)
         group.check(policy.model.vocabulary, policy.model.max_positions)
         transaction = Transaction(policy, [group], optimizer=OptimizerConfig("adamw", self.learning_rate), gradient=gradient, name=model)
         for step in range(self.steps):

@@ -67,6 +67,8 @@ class Step:
     """Writes the receipts here too."""
     memory: Literal["device", "host"] = "device"
     """Where the prompt's pages lie; `host`: in pinned memory, a layer at a time on the device."""
+    weights: Literal["plain", "nf4"] = "plain"
+    """How the frozen matrices of the blocks are held: as `--dtype` says, or quantised to four bits (QLoRA) while they are read."""
     through: Annotated[Gradient, tyro.conf.arg(name="")] = field(default_factory=Gradient)
     blocks: Annotated[Blocks, tyro.conf.arg(name="")] = field(default_factory=Blocks)
 
@@ -86,7 +88,7 @@ class Step:
         old = self._old(groups)
         mesh = open_mesh(self.mesh)
         policy = load_policy(self.model, mesh, adapter=self.adapter, lora=lora, dtype=self.dtype, sizes=self.blocks.sizes(),
-                             memory=self.memory, seed=self.seed, note=note)
+                             memory=self.memory, weights=self.weights, seed=self.seed, note=note)
         for group in groups:
             group.check(policy.model.vocabulary, self.max_positions or policy.model.max_positions)
         receipts = []

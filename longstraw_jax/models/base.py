@@ -170,6 +170,18 @@ class BranchCotangent:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """What part of a quantised matrix a parameter is; see `models.layers.nf4`."""
+
+    part: str
+    """"codes" or "scales"."""
+    features: int
+    """Inputs of the matrix, its last dimension."""
+    dtype: np.dtype
+    """Of the matrix where it is used."""
+
+
+@dataclass(frozen=True)
 class Parameter:
     """One entry of a model's abstract tree: all that is known of a parameter before it exists."""
 
@@ -183,7 +195,17 @@ class Parameter:
     name: str
     """Checkpoint name, or the rest of each entry's."""
     init: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
-    """First value of one layer's entry."""
+    """First value of one layer's entry, of `entry_shape`."""
+    packed: Packed | None = None
+    """Of a part of a quantised matrix: which. `name` and `init` are then the matrix's."""
+
+    @property
+    def entry_shape(self) -> tuple[int, ...]:
+        """Of one layer's entry, as it is in a checkpoint."""
+        shape = self.shape[0 if self.stack is None else self.stack.ndim :]
+        if self.packed is None:
+            return shape
+        return (*shape[: -2 if self.packed.part == "codes" else -1], self.packed.features)
 
 
 @runtime_checkable

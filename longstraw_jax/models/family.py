@@ -19,6 +19,8 @@ from longstraw_jax.models.layers.numerics import statistics_dtype
 from longstraw_jax.models.layers.stacked import add_entry
 from longstraw_jax.sharding import Owners, PlacementRules
 
+WEIGHTS = ("plain", "nf4")
+
 
 class FamilyModel:
     """Base of the families' frozen dataclasses. Their module has `embed_tokens`, `norm`, `lm_head` and stacks of layers.
@@ -30,6 +32,8 @@ class FamilyModel:
     dtype: str
     lora: LoraConfig | None
     sizes: BlockSizes
+    weights: str
+    """How the frozen matrices of the blocks' linear layers are held: "plain", or "nf4"."""
 
     linear_layers: tuple[str, ...]
     """Last parts of the linear layers' names: what adapters may sit on."""
@@ -47,7 +51,12 @@ class FamilyModel:
         """The parameters, stacked; only ever evaluated abstractly."""
         raise NotImplementedError
 
-    def check_targets(self) -> None:
+    def check_options(self) -> None:
+        """Raises where the adapter's targets are no linear layers, or weights cannot be held as asked."""
+        if self.weights not in WEIGHTS:
+            raise InputError(f"weights are {self.weights!r}; wanted one of {', '.join(WEIGHTS)}")
+        if self.weights == "nf4" and self.lora is None:
+            raise InputError("weights in NF4 cannot be trained, and trainable is 'all'; wanted adapters, or plain weights")
         for target in self.lora.targets if self.lora else ():
             if target not in self.linear_layers:
                 raise InputError(f"lora target {target!r} is no linear layer of the blocks; wanted some of {', '.join(self.linear_layers)}")
@@ -68,9 +77,13 @@ class FamilyModel:
         """The adapter of linear layers of that name, if they are a target."""
         return self.lora if self.lora and name in (self.lora.targets or self.linear_layers) else None
 
+    def linear_options(self, name: str) -> dict:
+        """How linear layers of that name are held, and their adapter."""
+        return dict(dtype=self.parameter_dtype, lora=self.lora_of(name), packed=self.weights == "nf4")
+
     def linear(self, name: str, features_in: int, features_out: int) -> Linear:
         """A linear layer of the blocks, with an adapter where its name is a target."""
-        return Linear(features_in, features_out, dtype=self.parameter_dtype, lora=self.lora_of(name))
+        return Linear(features_in, features_out, **self.linear_options(name))
 
     @cached_property
     def _module(self) -> nnx.Module:
@@ -98,12 +111,13 @@ class FamilyModel:
         for path, variable in nnx.to_flat_state(state):
             spec = rules.spec(variable.shape, variable.get_metadata("axes"))
             stack = stacks.get(path[0])
-            name = ".".join(path if stack is None else path[1:])
+            packed = variable.get_metadata("packed")
+            name = ".".join((path if stack is None else path[1:])[: -1 if packed else None])
             here = described
             for part in path[:-1]:
                 here = here.setdefault(part, {})
             here[path[-1]] = Parameter(
-                variable.shape, np.dtype(variable.dtype), spec, stack, name, variable.get_metadata("init"))
+                variable.shape, np.dtype(variable.dtype), spec, stack, name, variable.get_metadata("init"), packed)
         return described
 
     def bind(self, part: str, trainable: Tree, frozen: Tree) -> nnx.Module:

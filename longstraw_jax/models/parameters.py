@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from longstraw_jax.errors import InputError
 from longstraw_jax.models.base import Model, Parameter, Tree
+from longstraw_jax.models.layers.nf4 import BLOCK, blocks_of, dequantise, quantise, quantise_scales
 from longstraw_jax.sharding import AnyMesh
 
 
@@ -43,8 +46,13 @@ def abstract_arrays(tree: Tree, mesh: AnyMesh) -> Tree:
 
 
 def count(tree: Tree) -> int:
-    """Number of parameters."""
-    return sum(int(np.prod(p.shape)) for p in jax.tree.leaves(tree, is_leaf=is_parameter))
+    """Number of parameters; of a quantised matrix, its weights."""
+    def one(p: Parameter) -> int:
+        if p.packed and p.packed.part == "scales":
+            return 0
+        return math.prod(() if p.stack is None else p.stack.shape) * math.prod(p.entry_shape)
+
+    return sum(map(one, jax.tree.leaves(tree, is_leaf=is_parameter)))
 
 
 def zeros(shapes: Tree) -> Tree:
@@ -68,7 +76,7 @@ def first_value(parameter: Parameter, mesh: Mesh, seed: int) -> jax.Array:
     @functools.cache
     def entry(stack: tuple[int, ...]) -> np.ndarray:
         rng = np.random.default_rng((seed, zlib.crc32(names[stack].encode())))
-        return parameter.init(rng, parameter.shape[names.ndim :])
+        return parameter.init(rng, parameter.entry_shape)
 
     return place(parameter, mesh, lambda stack, index: entry(stack)[index])
 
@@ -86,21 +94,45 @@ def checkpoint_names(parameter: Parameter, prefix: str = "model.") -> np.ndarray
 
 
 def place(parameter: Parameter, mesh: Mesh, read: Callable[[tuple, tuple[slice, ...]], np.ndarray]) -> jax.Array:
-    """One parameter, each device's shard read on its own: `read(stack index, slices of the rest)` gives an array."""
+    """One parameter, each device's shard read on its own: `read(stack index, slices of the entry)` gives an array.
+
+    Shards of a quantised matrix are quantised as they are read. Raises InputError where that cannot be, naming the matrix.
+    """
     lead = 0 if parameter.stack is None else parameter.stack.ndim
+    names = checkpoint_names(parameter)
+
+    def stored(entry: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+        packed = parameter.packed
+        if packed is None:
+            return np.asarray(read(entry, index), parameter.dtype)
+        *rows, blocks = index[:-1] if packed.part == "codes" else index
+        start, stop, _ = blocks.indices(blocks_of(packed.features))
+        weight = read(entry, (*rows, slice(start * BLOCK, min(stop * BLOCK, packed.features))))
+        try:
+            return quantise(weight)[0] if packed.part == "codes" else quantise_scales(weight)
+        except InputError as error:
+            raise InputError(f"tensor {names[entry]}: {error}") from None
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         ranges = [range(*s.indices(size)) for s, size in zip(index[:lead], parameter.shape, strict=False)]
-        entries = [np.asarray(read(entry, index[lead:]), parameter.dtype) for entry in itertools.product(*ranges)]
+        entries = [stored(entry, index[lead:]) for entry in itertools.product(*ranges)]
         return np.stack(entries).reshape(*map(len, ranges), *entries[0].shape)
 
     return jax.make_array_from_callback(parameter.shape, NamedSharding(mesh, parameter.spec), shard)
 
 
 def to_host(tree: Tree, abstract: Tree) -> dict[str, np.ndarray]:
-    """A tree as {checkpoint name: whole array}. Adapters' names end in `.lora_A` and `.lora_B`. For small models and adapters."""
-    named = {}
+    """A tree as {checkpoint name: whole array}, quantised matrices as what they stand for. For small models and adapters.
+
+    Adapters' names end in `.lora_A` and `.lora_B`.
+    """
+    named, codes = {}, None
     for parameter, array in zip(jax.tree.leaves(abstract, is_leaf=is_parameter), jax.tree.leaves(tree), strict=True):
-        names, whole = checkpoint_names(parameter), np.asarray(array)
+        names, whole, packed = checkpoint_names(parameter), np.asarray(array), parameter.packed
+        if packed and packed.part == "codes":  # the scales come next
+            codes = whole
+            continue
+        if packed:
+            whole = np.asarray(dequantise(jnp.asarray(codes), jnp.asarray(whole), packed.features, packed.dtype))
         named |= {names[stack]: whole[stack] for stack in np.ndindex(names.shape)}
     return named

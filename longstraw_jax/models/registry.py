@@ -36,11 +36,12 @@ def spec_of_config(config: dict) -> Spec:
 
 
 def make_model(
-    spec: Spec, mesh: AnyMesh, *, dtype: str, lora: LoraConfig | None, sizes: BlockSizes, memory: str = "device"
+    spec: Spec, mesh: AnyMesh, *, dtype: str, lora: LoraConfig | None, sizes: BlockSizes, memory: str = "device",
+    weights: str = "plain",
 ) -> Model:
     """The family's model on a mesh. Raises where the spec cannot run on it or has no such adapter targets."""
     if isinstance(spec, glm52.Glm52Spec):
         # XLA has the ragged collective for accelerators only
         exchange = "gather" if platform_of(mesh) == "cpu" else "ragged"
-        return Glm52Model(spec, Owners.of(mesh), Owners.of(mesh, "expert"), dtype, lora, sizes, memory, expert_exchange=exchange)
-    return Qwen36Model(spec, Owners.of(mesh), dtype, lora, sizes, memory)
+        return Glm52Model(spec, Owners.of(mesh), Owners.of(mesh, "expert"), dtype, lora, sizes, memory, weights, expert_exchange=exchange)
+    return Qwen36Model(spec, Owners.of(mesh), dtype, lora, sizes, memory, weights)

@@ -95,7 +95,7 @@ class Step:
     @cached_property
     def model(self) -> Model:
         w = self.workload
-        return make_model(w.spec, self.mesh, dtype=w.dtype, lora=w.lora, sizes=w.sizes, memory=w.memory)
+        return make_model(w.spec, self.mesh, dtype=w.dtype, lora=w.lora, sizes=w.sizes, memory=w.memory, weights=w.weights)
 
     @cached_property
     def chunk(self) -> int:

@@ -9,6 +9,7 @@ from longstraw_jax.sharding.mesh import offer_cpu_devices as offer_cpu_devices
 from longstraw_jax.sharding.mesh import parse_mesh as parse_mesh
 from longstraw_jax.sharding.mesh import platform_of as platform_of
 from longstraw_jax.sharding.owners import Owners as Owners
+from longstraw_jax.sharding.owners import gather_whole as gather_whole
 from longstraw_jax.sharding.rules import EXPERT as EXPERT
 from longstraw_jax.sharding.rules import SPLIT as SPLIT
 from longstraw_jax.sharding.rules import WHOLE as WHOLE

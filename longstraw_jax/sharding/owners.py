@@ -70,3 +70,14 @@ class Owners:
 
     def max(self, x: jax.Array) -> jax.Array:
         return x if self.count == 1 else lax.pmax(x, self.axes)
+
+
+def gather_whole(weight: jax.Array, shape: tuple[int, ...], owners: Owners) -> jax.Array:
+    """Gathers the dimension in which `weight` is a shard of `shape`; a replicated weight comes back as it is.
+
+    Under differentiation the gather's transpose sums the owners' cotangents and leaves each its shard.
+    """
+    for axis, size in enumerate(shape):
+        if weight.shape[axis] != size:
+            return owners.gather(weight, axis)
+    return weight

@@ -55,9 +55,9 @@ def executed(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize(("name", "mesh", "weights"), [("qwen3.6-tiny", (2, 1), "plain"), ("glm5.2-tiny", (1, 2), "plain")])
+@pytest.mark.parametrize(("name", "mesh", "weights"), [("qwen3.6-tiny", (2, 1), "nf4"), ("glm5.2-tiny", (1, 2), "plain")])
 def test_stages_are_those_of_a_step(name, mesh, weights, executed):
-    model = make_model(named_spec(name), make_mesh(*mesh), dtype="float32", lora=LORA, sizes=SIZES)
+    model = make_model(named_spec(name), make_mesh(*mesh), dtype="float32", lora=LORA, sizes=SIZES, weights=weights)
     rng = np.random.default_rng(0)
     responses = tuple(Response(rng.integers(0, 100, RESPONSE), reward=float(i)) for i in range(MEMBERS))
     Transaction(random_policy(model, make_mesh(*mesh)), [Group(rng.integers(0, 100, PROMPT), responses)], gradient="full").step()

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from longstraw_jax.models.base import Segment
 from longstraw_jax.models.glm52.spec import Glm52Spec
 from longstraw_jax.models.layers.declare import Fixed
-from longstraw_jax.models.layers.linear import Linear, gather_whole
+from longstraw_jax.models.layers.linear import Linear
 from longstraw_jax.models.layers.norms import LayerNorm, Norm
 from longstraw_jax.models.layers.numerics import statistics_dtype
 from longstraw_jax.models.layers.rope import rotate_interleaved
@@ -24,13 +24,13 @@ from longstraw_jax.sharding import Owners
 class HeadProjection(Linear):
     """`kv_b_proj`, [H, nope + value, latent]: each head's matrices from the latent to its keys and to its values."""
 
-    def __init__(self, heads: int, keys: int, values: int, latent: int, *, dtype, lora):
-        super().__init__(latent, heads * (keys + values), dtype=dtype, lora=lora)
+    def __init__(self, heads: int, keys: int, values: int, latent: int, **options):
+        super().__init__(latent, heads * (keys + values), **options)
         self.heads, self.keys = heads, keys
 
     def _by_head(self, owners: Owners, dtype, part: slice):
         """The weight's rows of every head's `part`, and those of the adapter's B."""
-        weight = gather_whole(self.weight[...], self.shape, owners).astype(dtype)
+        weight = self.matrix(owners, dtype)
         low = None if self.scale is None else self.lora_B[...].astype(dtype)
         return [None if w is None else w.reshape(self.heads, -1, w.shape[-1])[:, part] for w in (weight, low)]
 
@@ -56,7 +56,7 @@ class HeadProjection(Linear):
 class SelfAttention(nnx.Module):
     """Names are the checkpoint's."""
 
-    def __init__(self, spec: Glm52Spec, linear, lora_of, *, dtype):
+    def __init__(self, spec: Glm52Spec, linear, options_of, *, dtype):
         heads, width = spec.num_attention_heads, spec.qk_nope_head_dim + spec.qk_rope_head_dim
         self.q_a_proj = linear("q_a_proj", spec.hidden_size, spec.q_lora_rank)
         self.q_a_layernorm = Norm(spec.q_lora_rank, spec.q_a_norm_eps, dtype=dtype)
@@ -64,17 +64,17 @@ class SelfAttention(nnx.Module):
         self.kv_a_proj_with_mqa = linear("kv_a_proj_with_mqa", spec.hidden_size, spec.kv_lora_rank + spec.qk_rope_head_dim)
         self.kv_a_layernorm = Norm(spec.kv_lora_rank, spec.kv_a_norm_eps, dtype=dtype)
         self.kv_b_proj = HeadProjection(
-            heads, spec.qk_nope_head_dim, spec.v_head_dim, spec.kv_lora_rank, dtype=dtype, lora=lora_of("kv_b_proj"))
+            heads, spec.qk_nope_head_dim, spec.v_head_dim, spec.kv_lora_rank, **options_of("kv_b_proj"))
         self.o_proj = linear("o_proj", heads * spec.v_head_dim, spec.hidden_size)
 
 
 class AttentionHalf(nnx.Module):
     """A layer up to its feed-forward part."""
 
-    def __init__(self, spec: Glm52Spec, linear, lora_of, *, dtype):
+    def __init__(self, spec: Glm52Spec, linear, options_of, *, dtype):
         self.spec = spec
         self.input_layernorm = Norm(spec.hidden_size, spec.rms_norm_eps, dtype=dtype)
-        self.self_attn = SelfAttention(spec, linear, lora_of, dtype=dtype)
+        self.self_attn = SelfAttention(spec, linear, options_of, dtype=dtype)
 
     def project(self, x: Float[Array, "T M"], segment: Segment) -> tuple[Float[Array, "T H C"], Float[Array, "T C"]]:
         """(absorbed queries, the tokens' rows), both [latent | rotated]; a query's product with a row is its score, unscaled."""

@@ -10,16 +10,16 @@ from longstraw_jax.models.glm52.attention import AttentionHalf
 from longstraw_jax.models.glm52.spec import Glm52Spec
 from longstraw_jax.models.layers.declare import Constant, Fixed, Normal, parameter
 from longstraw_jax.models.layers.experts import route, routing_weights
-from longstraw_jax.models.layers.linear import INIT_STD, gather_whole
+from longstraw_jax.models.layers.linear import INIT_STD
 from longstraw_jax.models.layers.mlp import GatedMlp
 from longstraw_jax.models.layers.norms import Norm
 from longstraw_jax.models.layers.numerics import statistics_dtype
-from longstraw_jax.sharding import SPLIT, WHOLE, Owners
+from longstraw_jax.sharding import SPLIT, WHOLE, Owners, gather_whole
 
 
 class DenseLayer(AttentionHalf):
-    def __init__(self, spec: Glm52Spec, linear, lora_of, *, dtype):
-        super().__init__(spec, linear, lora_of, dtype=dtype)
+    def __init__(self, spec: Glm52Spec, linear, options_of, *, dtype):
+        super().__init__(spec, linear, options_of, dtype=dtype)
         self.post_attention_layernorm = Norm(spec.hidden_size, spec.rms_norm_eps, dtype=dtype)
         self.mlp = GatedMlp(spec.hidden_size, spec.intermediate_size, linear)
 
@@ -46,8 +46,8 @@ class RoutedMlp(nnx.Module):
 
 
 class RoutedLayer(AttentionHalf):
-    def __init__(self, spec: Glm52Spec, linear, lora_of, *, dtype):
-        super().__init__(spec, linear, lora_of, dtype=dtype)
+    def __init__(self, spec: Glm52Spec, linear, options_of, *, dtype):
+        super().__init__(spec, linear, options_of, dtype=dtype)
         self.post_attention_layernorm = Norm(spec.hidden_size, spec.rms_norm_eps, dtype=dtype)
         self.mlp = RoutedMlp(spec, linear, dtype=dtype)
 

@@ -42,7 +42,7 @@ class Glm52(nnx.Module):
         def stacked(count, make):
             return nnx.vmap(lambda _: make())(jnp.arange(count))
 
-        parts = spec, model.linear, model.lora_of
+        parts = spec, model.linear, model.linear_options
         self.dense = stacked(spec.first_k_dense_replace, lambda: DenseLayer(*parts, dtype=dtype))
         self.routed = stacked(spec.num_hidden_layers - spec.first_k_dense_replace, lambda: RoutedLayer(*parts, dtype=dtype))
         self.indexer = stacked(len(spec.full_layers), lambda: Indexer(spec, dtype=dtype))
@@ -66,6 +66,7 @@ class Glm52Model(FamilyModel):
     lora: LoraConfig | None = field(default_factory=LoraConfig)
     sizes: BlockSizes = field(default_factory=BlockSizes)
     memory: str = "device"
+    weights: str = "plain"
     exchange: str = "auto"
     """How selected rows and queries meet: "rounds", "fetch", or by the segment's length."""
     expert_exchange: str = "gather"
@@ -82,13 +83,13 @@ class Glm52Model(FamilyModel):
         return (f"model.layers.{self.spec.num_hidden_layers}.",)
 
     def __post_init__(self):
-        self.check_targets()
+        self.check_options()
 
     def make_module(self) -> nnx.Module:
         return Glm52(self)
 
     def expert_linear(self, name: str, experts: int, features_in: int, features_out: int) -> ExpertLinear:
-        return ExpertLinear(experts, features_in, features_out, dtype=self.parameter_dtype, lora=self.lora_of(name))
+        return ExpertLinear(experts, features_in, features_out, **self.linear_options(name))
 
     @cached_property
     def plan(self) -> ExpertPlan:

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from longstraw_jax.models.base import Packed
+
 Init = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 
@@ -16,9 +18,12 @@ class Fixed(nnx.Param):
     """A parameter that is never trained, not even where all are: no gradient reaches it."""
 
 
-def parameter(shape: tuple[int, ...], dtype, axes: tuple[str | None, ...], init: Init, kind: type[nnx.Param] = nnx.Param) -> nnx.Param:
+def parameter(
+    shape: tuple[int, ...], dtype, axes: tuple[str | None, ...], init: Init, kind: type[nnx.Param] = nnx.Param,
+    packed: Packed | None = None,
+) -> nnx.Param:
     """A parameter of an abstract module. Its value is made elsewhere, where it will live (see `models.parameters`)."""
-    return kind(jnp.zeros(shape, dtype), axes=axes, init=init)
+    return kind(jnp.zeros(shape, dtype), axes=axes, init=init, packed=packed)
 
 
 @dataclass(frozen=True)

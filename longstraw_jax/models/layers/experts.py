@@ -26,12 +26,13 @@ from jaxtyping import Array, Bool, Float, Int
 from longstraw_jax.config import LoraConfig
 from longstraw_jax.errors import InputError
 from longstraw_jax.models.base import Tree
-from longstraw_jax.models.layers.declare import Constant, Normal, Uniform, parameter
+from longstraw_jax.models.layers.declare import Constant, Uniform, parameter
 from longstraw_jax.models.layers.expected import expected, expected_blocks
-from longstraw_jax.models.layers.linear import INIT_STD, Adapter, gather_whole
+from longstraw_jax.models.layers.linear import Adapter, declare_matrix
+from longstraw_jax.models.layers.nf4 import whole_matrix
 from longstraw_jax.models.layers.numerics import statistics_dtype
 from longstraw_jax.models.layers.stacked import read, write
-from longstraw_jax.sharding import EXPERT, SPLIT, WHOLE, Owners
+from longstraw_jax.sharding import EXPERT, SPLIT, WHOLE, Owners, gather_whole
 
 EXCHANGES = ("gather", "ragged")
 
@@ -67,8 +68,10 @@ def routing_weights(
 class ExpertLinear(nnx.Module):
     """Declares one projection of all experts of a layer: [experts, out, in], with adapters like `Linear`'s. Never called."""
 
-    def __init__(self, experts: int, features_in: int, features_out: int, *, dtype, lora: LoraConfig | None = None):
-        self.weight = parameter((experts, features_out, features_in), dtype, (EXPERT, SPLIT, SPLIT), Normal(INIT_STD))
+    def __init__(
+        self, experts: int, features_in: int, features_out: int, *, dtype, lora: LoraConfig | None = None, packed: bool = False
+    ):
+        self.weight = declare_matrix((experts, features_out, features_in), dtype, (EXPERT, SPLIT, SPLIT), packed)
         if lora:
             wide, bound = statistics_dtype(dtype), features_in**-0.5
             axes = (EXPERT, WHOLE, WHOLE)
@@ -133,20 +136,28 @@ class ExpertStack:
     """The experts of all layers, and which layer is meant.
 
     `parameters`: {projection: {"weight": [L, e, out, in], "lora_A": [L, e, rank, in], "lora_B": [L, e, out, rank]}} of this
-    device's e experts; either of out and in may be split over the context owners, and adapters may be absent. The whole stack
-    is closed over and indexed by (layer, expert), so that no more than one expert is ever sliced, cast or gathered.
+    device's e experts; either of out and in may be split over the context owners, adapters may be absent, and weights may be
+    {"codes", "scales"} of NF4. The whole stack is closed over and indexed by (layer, expert), so that no more than one expert is
+    ever sliced, cast or gathered.
     """
 
-    parameters: dict[str, dict[str, Array]]
+    parameters: dict[str, dict[str, Array | dict[str, Array]]]
     layer: Int[Array, ""]
     plan: ExpertPlan
 
     def read(self, e: jax.Array, dtype) -> dict[str, dict[str, Array]]:
         """Expert e of this device, whole."""
 
+        def part(stack):
+            return read(stack, (self.layer, e), (1, 1, *stack.shape[2:]))[0, 0]
+
         def one(projection, name, stack):
-            x = read(stack, (self.layer, e), (1, 1, *stack.shape[2:]))[0, 0].astype(dtype)
-            return gather_whole(x, self.plan.shape(projection), self.plan.context) if name == "weight" else x
+            if name != "weight":
+                return part(stack).astype(dtype)
+            shape = self.plan.shape(projection)
+            if isinstance(stack, dict):
+                return whole_matrix(part(stack["codes"]), part(stack["scales"]), shape, self.plan.context, dtype)
+            return gather_whole(part(stack).astype(dtype), shape, self.plan.context)
 
         return {p: {name: one(p, name, x) for name, x in stacks.items()} for p, stacks in self.parameters.items()}
 

@@ -20,10 +20,11 @@ from longstraw_jax.models.family import FamilyModel
 from longstraw_jax.models.layers.norms import ZeroCentredNorm
 from longstraw_jax.models.layers.numerics import statistics_dtype
 from longstraw_jax.models.layers.vocabulary import Embedding, Head
-from longstraw_jax.models.qwen36 import reference, walk, weights
+from longstraw_jax.models.qwen36 import reference, walk
 from longstraw_jax.models.qwen36.attention import AttentionLayer
 from longstraw_jax.models.qwen36.gdn import GdnLayer, HeadShards
 from longstraw_jax.models.qwen36.spec import Qwen36Spec, spec_to_hf
+from longstraw_jax.models.qwen36.weights import IGNORED, PREFIXES
 from longstraw_jax.sharding import Owners
 
 LINEAR_LAYERS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj",
@@ -54,16 +55,17 @@ class Qwen36Model(FamilyModel):
     lora: LoraConfig | None = field(default_factory=LoraConfig)
     sizes: BlockSizes = field(default_factory=BlockSizes)
     memory: str = "device"
+    weights: str = "plain"
 
     linear_layers = LINEAR_LAYERS
-    checkpoint_prefixes = weights.PREFIXES
-    checkpoint_ignored = weights.IGNORED
+    checkpoint_prefixes = PREFIXES
+    checkpoint_ignored = IGNORED
     parts = ("embed_tokens", "gdn", "attention", "norm", "lm_head")
     pulled_rows = ("k", "v")
 
     def __post_init__(self):
         HeadShards(self.spec, self.owners.count)  # refuses a degree that the recurrence cannot take
-        self.check_targets()
+        self.check_options()
 
     @property
     def stacks(self) -> dict[str, np.ndarray]:
