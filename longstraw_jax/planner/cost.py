@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from longstraw_jax.models.layers.expected import guess_in
 from longstraw_jax.planner.equations import NOTHING, equation_cost
 from longstraw_jax.planner.equations import Cost as Cost
-from longstraw_jax.planner.slices import Loop, Mask, Slices, called, opened
+from longstraw_jax.planner.slices import Loop, Mask, Slices, called, holds_others, opened
 
 Value = np.ndarray | float | None
 """Known, expected, unknown."""
@@ -62,6 +62,9 @@ class _Counter:
     """Of the mesh axes inside `shard_map`."""
     slices: Slices = field(default_factory=Slices)
     done: dict = field(default_factory=dict)
+    """By what `run` is given."""
+    parts: dict = field(default_factory=dict)
+    """By what `_parts` is given."""
 
     def run(self, jaxpr: Jaxpr | ClosedJaxpr, args: Sequence[Value], live: Mask, wanted: Mask) -> tuple[Cost, list[Value]]:
         """(cost of what the `live` outputs need, values of the `wanted` ones)."""
@@ -77,17 +80,25 @@ class _Counter:
         values = {v: _held(x, v.aval.dtype) for v, x in zip(inner.constvars, consts, strict=bool(consts))}
         values.update(zip(inner.invars, args, strict=True))
 
-        def read(atom) -> Value:
-            return _held(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else values.get(atom)
+        def read(atoms) -> list[Value]:
+            return [_held(x.val, x.aval.dtype) if isinstance(x, Literal) else values.get(x) for x in atoms]
 
-        total = NOTHING
-        followed, needed = self.slices.of(inner, wanted, True).outs, self.slices.of(inner, live, False).outs
-        for eqn, live_outs, wanted_outs in zip(inner.eqns, needed, followed, strict=True):
-            if any(live_outs) or any(wanted_outs):
-                cost, outs = self._equation(eqn, [read(x) for x in eqn.invars], live_outs, wanted_outs)
-                total = total if cost is NOTHING else total + cost
-                values.update(zip(eqn.outvars, outs, strict=True))
-        return total, [read(x) if asked else None for x, asked in zip(inner.outvars, wanted, strict=True)]
+        total, rest = self._parts(inner, live, wanted)
+        for eqn, *masks in rest:
+            cost, outs = self._equation(eqn, read(eqn.invars), *masks)
+            total = total if cost is NOTHING else total + cost
+            values.update(zip(eqn.outvars, outs, strict=True))
+        return total, [x if asked else None for x, asked in zip(read(inner.outvars), wanted, strict=True)]
+
+    def _parts(self, jaxpr: Jaxpr, live: Mask, wanted: Mask) -> tuple[Cost, list[tuple[JaxprEqn, Mask, Mask]]]:
+        """(cost of the equations that hold no others, those to go through: that do, or whose values are followed)."""
+        key = jaxpr, live, wanted
+        if key not in self.parts:
+            needed, followed = self.slices.of(jaxpr, live, False).outs, self.slices.of(jaxpr, wanted, True).outs
+            every = [x for x in zip(jaxpr.eqns, needed, followed, strict=True) if any(x[1]) or any(x[2])]
+            plain = sum((equation_cost(eqn, self.sizes) for eqn, outs, _ in every if any(outs) and not holds_others(eqn)), NOTHING)
+            self.parts[key] = plain, [x for x in every if any(x[2]) or holds_others(x[0])]
+        return self.parts[key]
 
     def _equation(self, eqn: JaxprEqn, args: list[Value], live: Mask, wanted: Mask) -> tuple[Cost, Sequence[Value]]:
         if eqn.primitive.name == "shard_map":
@@ -98,7 +109,7 @@ class _Counter:
             return self._branch(eqn, args, live, wanted)
         if (loop := Loop.of(eqn)) is not None:
             return self._loop(eqn, loop, args, live, wanted)
-        return equation_cost(eqn, self.sizes), self._values(eqn, args) if any(wanted) else [None] * len(eqn.outvars)
+        return NOTHING, self._values(eqn, args)
 
     def _branch(self, eqn, args, live, wanted):
         """The branch that is taken; where that is not known, the costliest."""

@@ -16,7 +16,7 @@ from longstraw_jax.models.layers.expected import guess_in
 
 Mask = tuple[bool, ...]
 
-_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "call": "call_jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr",
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "call": "call_jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr",
           "shard_map": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 """Equations that run a jaxpr once, on all of their operands, by the parameter that holds it."""
 
@@ -29,6 +29,11 @@ def called(eqn: JaxprEqn) -> Jaxpr | ClosedJaxpr | None:
     """What an equation runs, where it is a plain call."""
     name = eqn.primitive.name
     return eqn.params[_CALLS[name]] if name in _CALLS else None
+
+
+def holds_others(eqn: JaxprEqn) -> bool:
+    """Whether an equation runs equations of its own."""
+    return eqn.primitive.name in (*_CALLS, "cond", "scan", "while")
 
 
 @dataclass(frozen=True)

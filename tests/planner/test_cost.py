@@ -121,12 +121,25 @@ def test_numbers_that_loops_carry():
 
 
 def test_a_scan_over_known_numbers():
-    def f(counts, x, reverse=False):
-        return lax.scan(lambda y, n: (squared(jnp.minimum(n, 9), y), None), x, counts, reverse=reverse)[0]
+    def f(numbers, x, reverse):
+        def one(carry, n):
+            i, y = carry
+            return (i + 1, squared(i * n, y)), None
 
-    counts = jax.ShapeDtypeStruct((4,), jnp.int32)
-    assert counted(f, counts, X, known=[np.array([1, 20, 0, 2]), None]).flops == (1 + 9 + 2) * ONE
-    assert counted(functools.partial(f, reverse=True), counts, X, known=[np.array([1, 20, 0, 2]), None]).flops == (1 + 9 + 2) * ONE
+        return lax.scan(one, (0, x), numbers, reverse=reverse)[0]
+
+    numbers, values = jax.ShapeDtypeStruct((4,), jnp.int32), [np.array([1, 20, 0, 2]), None]
+    forward, backward = (counted(functools.partial(f, reverse=x), numbers, X, known=values).flops for x in (False, True))
+    assert (forward, backward) == ((20 + 3 * 2) * ONE, (2 * 20 + 3 * 1) * ONE)
+    nothing = jax.ShapeDtypeStruct((0,), jnp.int32)
+    assert counted(functools.partial(f, reverse=False), nothing, X, known=[np.zeros(0), None]) == Cost()
+
+
+def test_what_an_unknown_loop_leaves_is_unknown():
+    def f(n, x):
+        return squared(lax.fori_loop(0, n, lambda i, total: total + 2, 0), x)
+
+    assert len(counted(f, I32, X).unknown_loops) == 2
 
 
 def test_branches():
@@ -197,6 +210,11 @@ def test_expected_trips():
     args = jnp.int32(3), jnp.ones((3, 3))
     assert counted(f, *args).flops == 2.5 * ONE and not counted(f, *args).unknown_loops
     np.testing.assert_array_equal(f(*args), squared(*args))
+
+    def uneven(n, x):
+        return lax.fori_loop(0, expected(n, 2.5), lambda i, y: squared(2 * i, y), x)
+
+    assert counted(uneven, *args).flops == pytest.approx((0 + 2 + 4) / 3 * 2.5 * ONE)
 
     def plain(n, x):
         return squared(n, x)
@@ -296,10 +314,10 @@ def test_no_loop_of_the_engine_is_unknown(name):
 
 
 def test_scoring_costs_less_and_a_group_the_sum_of_its_members():
-    stages = Stages("qwen3.6-tiny", (2, 2), 256, TINY, LoraConfig(rank=3))
-    assert 0 < 2 * stages.members([64], backward=0).flops < stages.members([64]).flops
-    long, short, both = (stages.members([64, *more]).flops for more in ((), (33,), (33, 64)))
-    assert both - short == pytest.approx(long)
+    stages = Stages("qwen3.6-tiny", (1, 2), 256, TINY, LoraConfig(rank=3))
+    long, short, both = (stages.members(lengths).flops for lengths in ([64], [33], [64, 33]))
+    assert short == long < both == pytest.approx(long + short)  # 33 tokens take two blocks of 32, too
+    assert 0 < 2 * stages.members([64], backward=0).flops < long
 
 
 def forward_flops(spec, tokens: int, chunk: int) -> tuple[float, float]:
@@ -318,11 +336,10 @@ def forward_flops(spec, tokens: int, chunk: int) -> tuple[float, float]:
 
 def test_capture_is_the_models_arithmetic():
     """All chunks together, on one device and on four, but for the rounding to blocks of keys."""
-    sizes = BlockSizes(page=8, chunk=512, queries=8, keys=8, recurrence=8)
-    spec = named_spec("qwen3.6-tiny")
-    by_hand = sum(forward_flops(spec, 2048, 8))
+    by_hand = sum(forward_flops(named_spec("qwen3.6-tiny"), 2048, 8))
     for mesh in ((1, 1), (2, 2)):
-        stages = Stages("qwen3.6-tiny", mesh, 2048, sizes, None)
+        tile = 16 // math.prod(mesh)
+        stages = Stages("qwen3.6-tiny", mesh, 2048, BlockSizes(page=4, chunk=512, queries=tile, keys=tile, recurrence=8), None)
         chunks = [stages.capture(start).flops * math.prod(mesh) for start in range(0, 2048, 512)]
         assert 0 < sum(chunks) / by_hand - 1 < 0.03
         assert 4 * stages.capture((2048 - 512) // 2).flops * math.prod(mesh) == pytest.approx(sum(chunks), rel=0.01)

@@ -4,19 +4,16 @@ import hashlib
 import re
 
 import jax
-import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from longstraw_jax.config import BlockSizes, GradientConfig, LoraConfig
 from longstraw_jax.errors import InputError
-from longstraw_jax.models.registry import make_model, named_spec
+from longstraw_jax.models.registry import named_spec
+from longstraw_jax.planner.measured import measure
 from longstraw_jax.planner.stages import Step, Workload
-from longstraw_jax.policy import random_policy
 from longstraw_jax.programs import StageProgram
 from longstraw_jax.sharding import AXES, make_mesh
-from longstraw_jax.transaction import Transaction
-from longstraw_jax.types import Group, Response
 from longstraw_jax.update import update_program
 
 SIZES = BlockSizes(page=4, chunk=32, block=16, queries=4, keys=8, logits=2, recurrence=8)
@@ -57,13 +54,12 @@ def executed(monkeypatch):
 
 @pytest.mark.parametrize(("name", "mesh", "weights"), [("qwen3.6-tiny", (2, 1), "nf4"), ("glm5.2-tiny", (1, 2), "plain")])
 def test_stages_are_those_of_a_step(name, mesh, weights, executed):
-    model = make_model(named_spec(name), make_mesh(*mesh), dtype="float32", lora=LORA, sizes=SIZES, weights=weights)
-    rng = np.random.default_rng(0)
-    responses = tuple(Response(rng.integers(0, 100, RESPONSE), reward=float(i)) for i in range(MEMBERS))
-    Transaction(random_policy(model, make_mesh(*mesh)), [Group(rng.integers(0, 100, PROMPT), responses)], gradient="full").step()
+    measured = measure(workload(name, "full", weights), make_mesh(*mesh))
     step = Step(workload(name, "full", weights), abstract(*mesh))
     planned = {stage.name: digest(stage.jitted.trace(*stage.arguments)) for stage in step.stages()}
     assert list(dict.fromkeys(executed)) == [planned[stage] for stage in ("capture", "replay", "sweep")]
+    assert measured.seconds.keys() == {"capture", "replay", "sweep", "update"} and min(measured.seconds.values()) > 0
+    assert measured.peak_bytes is None  # CPUs keep no account
 
 
 def test_parts_that_differ():

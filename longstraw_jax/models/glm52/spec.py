@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from longstraw_jax.errors import InputError, UnsupportedError
 
@@ -74,6 +74,10 @@ class Glm52Spec:
             raise InputError(f"config field indexer_types[{bad}] is {kinds[bad]!r}; wanted {FULL!r} or {SHARED!r}")
         if kinds[0] != FULL:
             raise InputError("config field indexer_types[0] is 'shared', with no layer before it to share; wanted 'full'")
+
+    def first_layers(self, count: int) -> Glm52Spec:
+        """The same model cut off after its first layers."""
+        return replace(self, num_hidden_layers=count, indexer_types=self.indexer_types[:count])
 
     @property
     def qk_head_dim(self) -> int:

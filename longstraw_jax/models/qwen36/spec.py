@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from longstraw_jax.errors import InputError, UnsupportedError
 
@@ -44,6 +44,10 @@ class Qwen36Spec:
             raise UnsupportedError("full_attention_interval is 1, a model without Gated DeltaNet layers; wanted >= 2")
         if self.rotary_dim % 2:
             raise InputError(f"head_dim x partial_rotary_factor = {self.rotary_dim} rotary dimensions; wanted an even number")
+
+    def first_layers(self, count: int) -> Qwen36Spec:
+        """The same model cut off after its first layers, whole periods of them."""
+        return replace(self, num_hidden_layers=count)
 
     @property
     def periods(self) -> int:
