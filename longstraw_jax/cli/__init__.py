@@ -11,6 +11,7 @@ from typing import Annotated
 
 import tyro
 
+from longstraw_jax.cli.bench_step import BenchStep
 from longstraw_jax.cli.demo import Demo
 from longstraw_jax.cli.plan import PlanCommand
 from longstraw_jax.cli.step import Step
@@ -20,6 +21,7 @@ from longstraw_jax.errors import InputError, LongstrawError, UnsupportedError
 Command = (
     Annotated[Step, tyro.conf.subcommand("step")] | Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[Verify, tyro.conf.subcommand("verify")] | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
+    | Annotated[BenchStep, tyro.conf.subcommand("bench-step")]
 )
 
 
@@ -52,7 +54,7 @@ def _parse(arguments: Sequence[str]) -> Command:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(Command, prog="longstraw", args=list(arguments), config=(tyro.conf.FlagConversionOff,))
+            return tyro.cli(Command, prog="longstraw", args=list(arguments), config=(tyro.conf.FlagCreatePairsOff,))
     except SystemExit as stop:
         if stop.code in (0, None):
             raise

@@ -19,7 +19,7 @@ from longstraw_jax.errors import InputError
 from longstraw_jax.models.checkpoint import read_config, write_json
 from longstraw_jax.models.registry import Spec, named_spec, spec_of_config
 from longstraw_jax.planner.chart import draw
-from longstraw_jax.planner.chips import named_chip
+from longstraw_jax.planner.chips import Chip, named_chip
 from longstraw_jax.planner.compiler import require_compiler
 from longstraw_jax.planner.estimate import Efficiency
 from longstraw_jax.planner.plan import RESERVE, Plan, make_plan
@@ -108,11 +108,15 @@ class PlanCommand:
     def _mesh(self) -> dict[str, int]:
         return parse_mesh(self.mesh)
 
+    @property
+    def _chip(self) -> Chip:
+        return named_chip(self.device, self.memory_gb)
+
     def _cases(self) -> Iterator[PlanCommand]:
         """This command once for every value of `--sweep`; each is checked before the first is compiled."""
         for name, value in self._swept():
             case = replace(self, sweep=None, **{name: value}) if name else self
-            case._workload(case.positions)
+            case._workload(case.positions), case._mesh, case._chip
             yield case
 
     def _swept(self) -> list[tuple[str | None, object]]:
@@ -140,7 +144,7 @@ class PlanCommand:
     def _plan(self, positions: int | None = None, only: str | None = None) -> Plan:
         positions = self.positions if positions is None else positions
         return make_plan(
-            self.model, self._workload(positions), named_chip(self.device, self.memory_gb), self._mesh, only=only,
+            self.model, self._workload(positions), self._chip, self._mesh, only=only,
             reserve=self.reserve_gb * 1e9, efficiency=Efficiency(self.compute_efficiency),
             note=lambda text: note(f"{positions:,} positions: {text}"))
 
@@ -178,14 +182,13 @@ def _show(plan: Plan) -> None:
 
 
 def _show_sweep(plans: list[dict]) -> None:
-    table = Table(title=f"{plans[0]['model']} on {plans[0]['device']}: GB per device")
-    parts = list(dict.fromkeys(name for plan in plans for name in plan["device_bytes"]))
-    for column in ("mesh", "positions", "group", "response", *parts, "peak", "stage", "seconds (estimate)", "fits"):
-        table.add_column(column, justify="left" if column in ("mesh", "stage", "fits") else "right")
+    """The parts are in the JSON and in the plot."""
+    table = Table(title=f"{plans[0]['model']} on {plans[0]['device']}: peak per device, and a step's estimated time")
+    for column in ("mesh", "positions", "group", "response", "GB", "in stage", "seconds", "fits"):
+        table.add_column(column, justify="left" if column in ("mesh", "in stage", "fits") else "right")
     for plan in plans:
-        mesh = ",".join(f"{axis}={size}" for axis, size in plan["mesh"].items())
+        mesh = "x".join(str(size) for size in plan["mesh"].values())
         table.add_row(
-            mesh, f"{plan['positions']:,}", str(plan["group"]), f"{plan['response']:,}",
-            *(f"{plan['device_bytes'].get(name, 0) / 1e9:.2f}" for name in parts), f"{plan['peak_device_bytes'] / 1e9:.2f}",
+            mesh, f"{plan['positions']:,}", str(plan["group"]), f"{plan['response']:,}", f"{plan['peak_device_bytes'] / 1e9:.2f}",
             plan["peak_stage"], f"{plan['estimated_seconds']:,.0f}", "yes" if plan["fits"] else "no")
     Console(highlight=False).print(table)

@@ -22,7 +22,8 @@ REMEDY = "pip install 'longstraw-jax[plan]'"
 
 # Untuned Triton products, all that can be had without a device, fail on small ones ("Couldn't find output tile sizes"), compile
 # longer and need more room than cuBLAS's.
-OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+# The optimisation level as it is by default: machine code that is not optimised takes ptxas ten times as long.
+OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_backend_optimization_level": 3}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from longstraw_jax.planner.measured import measure
 from longstraw_jax.planner.stages import Step, Workload
 from longstraw_jax.programs import StageProgram
 from longstraw_jax.sharding import AXES, make_mesh
+from longstraw_jax.state import tree_bytes
 from longstraw_jax.update import update_program
 
 SIZES = BlockSizes(page=4, chunk=32, block=16, queries=4, keys=8, logits=2, recurrence=8)
@@ -71,6 +72,12 @@ def test_parts_that_differ():
     digests = {stage.name: digest(stage.jitted.trace(*stage.arguments)) for stage in other}
     assert len(set(digests.values())) == len(digests)
     assert digests["score"] == digest(one[2].jitted.trace(*one[2].arguments)), "scoring is replay's program"
+
+
+def test_cotangents_are_float32_beside_bfloat16():
+    step = Step(Workload(named_spec("qwen3.6-tiny"), 90, 20, 2, GradientConfig("full"), LORA, SIZES), abstract(2, 1))
+    assert tree_bytes(step.parts["cotangent"]) == 2 * tree_bytes(step.parts["pages"]) + tree_bytes(step.parts["recurrent"]["S"]) + (
+        2 * tree_bytes(step.parts["recurrent"]["tail"]))
 
 
 def test_the_update_is_the_updates_program():
