@@ -54,7 +54,7 @@ class Loop:
     def of(cls, eqn: JaxprEqn) -> Loop | None:
         p = eqn.params
         if eqn.primitive.name == "scan":
-            return cls(p["jaxpr"], None, 0, p["num_consts"], p["num_carry"], p["length"], p["reverse"])
+            return cls(p["jaxpr"], None, 0, *_scan_operands(eqn), p["length"], p["reverse"])
         if eqn.primitive.name == "while":
             return cls(p["body_jaxpr"], p["cond_jaxpr"], p["cond_nconsts"], p["body_nconsts"], len(eqn.outvars), None, False)
         return None
@@ -63,6 +63,15 @@ class Loop:
         """An equation's operands -> (condition's consts, consts, carry, xs)."""
         ends = (self.condition_consts, self.condition_consts + self.consts, self.condition_consts + self.consts + self.carry)
         return tuple(list(values[a:b]) for a, b in zip((0, *ends), (*ends, None), strict=True))
+
+
+def _scan_operands(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many are carried."""
+    p = eqn.params
+    if "num_consts" in p:
+        return p["num_consts"], p["num_carry"]
+    consts, carry, _ = p["ft_in"].update(eqn.invars).unpack()  # jax 0.12
+    return len(list(consts)), len(list(carry))
 
 
 class Slice(NamedTuple):
