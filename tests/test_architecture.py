@@ -11,9 +11,9 @@ PACKAGE = ROOT / "longstraw_jax"
 
 # A module or package may import what stands before it, and itself. A new file takes its place here.
 ORDER = (
-    "backend", "errors", "types", "tokenizer", "groups", "config", "sharding", "kernels_pallas", "models", "policy", "loading", "state",
-    "programs", "gradients", "capture", "objective", "members", "score", "replay", "sweep", "update", "receipts", "transaction",
-    "conventional", "evidence", "planner", "cli",
+    "backend", "errors", "types", "tokenizer", "groups", "config", "sharding", "deviceless", "kernels_pallas", "models", "policy",
+    "loading", "state", "programs", "gradients", "capture", "objective", "members", "score", "replay", "sweep", "update", "receipts",
+    "transaction", "conventional", "evidence", "planner", "cli",
 )
 # Within `models`, likewise: only the registry knows all families, and a family knows no other.
 MODELS_ORDER = ("checkpoint", "adapters", "base", "layers", "parameters", "family", "families", "registry")

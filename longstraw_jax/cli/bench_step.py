@@ -15,9 +15,9 @@ from longstraw_jax.backend import shown_devices
 from longstraw_jax.cli.display import note
 from longstraw_jax.cli.options import Blocks, Gradient, open_mesh, output_file
 from longstraw_jax.config import LoraConfig
+from longstraw_jax.deviceless import CHIPS, Chip, named_chip
 from longstraw_jax.models.checkpoint import write_json
 from longstraw_jax.models.registry import named_spec
-from longstraw_jax.planner.chips import CHIPS, Chip, named_chip
 from longstraw_jax.planner.measured import measure, rows
 from longstraw_jax.planner.plan import make_plan
 from longstraw_jax.planner.stages import Workload

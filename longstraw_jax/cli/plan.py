@@ -15,12 +15,11 @@ from rich.table import Table
 from longstraw_jax.cli.display import note
 from longstraw_jax.cli.options import Blocks, Gradient, output_file
 from longstraw_jax.config import LoraConfig, OptimizerConfig
+from longstraw_jax.deviceless import Chip, named_chip, require_compiler
 from longstraw_jax.errors import InputError
 from longstraw_jax.models.checkpoint import read_config, write_json
 from longstraw_jax.models.registry import Spec, named_spec, spec_of_config
 from longstraw_jax.planner.chart import draw
-from longstraw_jax.planner.chips import Chip, named_chip
-from longstraw_jax.planner.compiler import require_compiler
 from longstraw_jax.planner.estimate import Efficiency
 from longstraw_jax.planner.plan import RESERVE, Plan, make_plan
 from longstraw_jax.planner.search import doubling, largest

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longstraw_jax.planner.chips import Chip
+from longstraw_jax.deviceless import Chip
 
 RINGS = ("all_gather", "reduce_scatter", "psum", "pmax")
 """Collectives that go round, so that all adapters of a node carry the node's traffic together."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import jax
 
+from longstraw_jax.deviceless import Chip, Compiled, abstract_mesh, compile_for
 from longstraw_jax.models.base import Tree
-from longstraw_jax.planner.chips import Chip
-from longstraw_jax.planner.compiler import Compiled, abstract_mesh, compile_for
 from longstraw_jax.planner.cost import Cost, count
 from longstraw_jax.planner.estimate import Efficiency, Estimate, estimate
 from longstraw_jax.planner.stages import Stage, Step, Workload

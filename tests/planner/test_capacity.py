@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from longstraw_jax.backend import PLUGINS, installed
+from longstraw_jax.deviceless import named_chip
 from longstraw_jax.models.registry import named_spec
-from longstraw_jax.planner.chips import named_chip
 from longstraw_jax.planner.plan import Plan, make_plan
 from longstraw_jax.planner.stages import Workload
 

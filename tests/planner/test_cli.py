@@ -6,7 +6,8 @@ import pytest
 
 from longstraw_jax.backend import PLUGINS, installed
 from longstraw_jax.cli import main
-from longstraw_jax.planner import compiler, plan
+from longstraw_jax.deviceless import Compiled, compiler
+from longstraw_jax.planner import plan
 
 TINY = ("--model qwen3.6-tiny --response 32 --group 2 --page 16 --chunk 128 --block 32 --queries 16 --keys 64 --logits 16 "
         "--recurrence 16").split()
@@ -40,7 +41,7 @@ def test_a_sweep_with_its_plot(tmp_path, capsys):
 
 def test_bench_without_a_gpu_plans(tmp_path, monkeypatch):
     out = tmp_path / "rows.json"
-    monkeypatch.setattr(plan, "compile_for", lambda *args: compiler.Compiled(10, 5, 3, 7, 0, 0, 0.5))
+    monkeypatch.setattr(plan, "compile_for", lambda *args: Compiled(10, 5, 3, 7, 0, 0, 0.5))
     assert run("bench-step", *TINY, "--layers", "4", "--positions", "256", "--json", str(out)) == 0
     table = json.loads(out.read_text())
     assert [row["stage"] for row in table] == ["capture", "score", "replay", "update", "step"]

@@ -2,8 +2,8 @@
 
 import pytest
 
+from longstraw_jax.deviceless import CHIPS, named_chip
 from longstraw_jax.errors import InputError
-from longstraw_jax.planner.chips import CHIPS, named_chip
 from longstraw_jax.planner.estimate import Efficiency, estimate, rate
 
 H20, WHOLE = CHIPS["h20-141"], Efficiency(1, 1, 1)

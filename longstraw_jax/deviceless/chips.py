@@ -40,6 +40,8 @@ class Chip:
     """Bytes a second between the device and its host's memory."""
     node: int = 8
     """Devices of one node."""
+    pallas_kind: str = "NVIDIA H200"
+    """A GPU that Pallas has heard of and that runs the same machine code."""
 
     def target(self) -> str:
         """XLA's description of the chip (a text `GpuTargetConfigProto`). A field too few ends the process, without an error."""
@@ -82,9 +84,9 @@ CHIPS = {chip.name: chip for chip in (
     replace(_HOPPER, name="h20-141", kind="NVIDIA H20", cores=78, flops=148e12),
     replace(_HOPPER, name="h20-96", kind="NVIDIA H20", memory=102_085_492_736, cores=78, flops=148e12, bandwidth=4.0e12),
     Chip("a100-80", "NVIDIA A100-SXM4-80GB", memory=85_098_233_856, cores=108, capability=(8, 0), clock=1.41, shared_memory=166_912,
-         l2=41_943_040, flops=312e12, bandwidth=2.04e12, link=300e9, network=25e9, host_link=25e9),
+         l2=41_943_040, flops=312e12, bandwidth=2.04e12, link=300e9, network=25e9, host_link=25e9, pallas_kind="NVIDIA A100-SXM4-80GB"),
     Chip("b200", "NVIDIA B200", memory=191_503_466_496, cores=148, capability=(10, 0), clock=1.97, shared_memory=232_448,
-         l2=132_644_864, flops=2250e12, bandwidth=8.0e12, link=900e9),
+         l2=132_644_864, flops=2250e12, bandwidth=8.0e12, link=900e9, pallas_kind="NVIDIA B200"),
 )}
 
 

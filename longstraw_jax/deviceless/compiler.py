@@ -11,12 +11,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from longstraw_jax.backend import PLUGINS, installed, quiet, shown_devices
+from longstraw_jax.deviceless.chips import Chip
 from longstraw_jax.errors import UnsupportedError
-from longstraw_jax.planner.chips import Chip
 from longstraw_jax.sharding import AXES
 
 REMEDY = "pip install 'longstraw-jax[plan]'"
@@ -46,25 +47,30 @@ class Compiled:
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
 
-def abstract_mesh(chip: Chip, context: int, expert: int) -> AbstractMesh:
+def abstract_mesh(chip: Chip, context: int = 1, expert: int = 1) -> AbstractMesh:
     """A mesh of chips that nobody has."""
     shown_devices()  # JAX starts, before a trace does it and lets the plugin remark that there are no drivers
-    device = AbstractDevice(device_kind=chip.kind, num_cores=chip.cores, platform="gpu")
+    device = AbstractDevice(device_kind=chip.pallas_kind, num_cores=chip.cores, platform="gpu")
     return AbstractMesh((context, expert), AXES, axis_types=(AxisType.Auto,) * len(AXES), abstract_device=device)
 
 
-def compile_for(chip: Chip, count: int, jitted: Any, arguments: tuple) -> Compiled:
+def executable_for(chip: Chip, count: int, jitted: Any, arguments: tuple) -> jax.stages.Compiled:
     """Compiles `jitted` for `count` chips from abstract arguments, every one with a placement that names its memory.
 
     Raises UnsupportedError where the compiler's packages are missing.
     """
     devices = _devices(chip, count)
-    begun = time.perf_counter()
-    lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
+    with jax.sharding.use_abstract_mesh(abstract_mesh(chip)):  # where Pallas, since JAX 0.11, looks for the device
+        lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
     lowered._lowering.compile_args["backend"] = devices[0].client  # no public way: the CPU's client would be taken
     with quiet():  # that sorts are not tuned without a device, and the like; faults are exceptions
-        compiled = lowered.compile(device_assignment=tuple(devices), compiler_options=OPTIONS)
-    m = compiled.memory_analysis()
+        return lowered.compile(device_assignment=tuple(devices), compiler_options=OPTIONS)
+
+
+def compile_for(chip: Chip, count: int, jitted: Any, arguments: tuple) -> Compiled:
+    """What the compiler says of `executable_for` these."""
+    begun = time.perf_counter()
+    m = executable_for(chip, count, jitted, arguments).memory_analysis()
     return Compiled(
         m.argument_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes, m.temp_size_in_bytes, m.host_argument_size_in_bytes,
         m.host_temp_size_in_bytes, time.perf_counter() - begun)
