@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from longstraw_jax.cli.bench_step import BenchStep
+from longstraw_jax.cli.bench import Bench
 from longstraw_jax.cli.demo import Demo
 from longstraw_jax.cli.plan import PlanCommand
 from longstraw_jax.cli.step import Step
@@ -21,7 +21,7 @@ from longstraw_jax.errors import InputError, LongstrawError, UnsupportedError
 Command = (
     Annotated[Step, tyro.conf.subcommand("step")] | Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[Verify, tyro.conf.subcommand("verify")] | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
-    | Annotated[BenchStep, tyro.conf.subcommand("bench-step")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
 
 

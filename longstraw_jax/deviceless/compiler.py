@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from longstraw_jax.backend import PLUGINS, installed, quiet, shown_devices
-from longstraw_jax.deviceless.chips import Chip
+from longstraw_jax.deviceless.chips import CHIPS, Chip
 from longstraw_jax.errors import UnsupportedError
 from longstraw_jax.sharding import AXES
+
+TARGET = CHIPS["h200"]
+"""What is compiled for where nobody asks for a chip. All Hopper GPUs (H20, H100, H200) run the same machine code, sm_90a."""
 
 REMEDY = "pip install 'longstraw-jax[plan]'"
 
@@ -59,12 +63,19 @@ def executable_for(chip: Chip, count: int, jitted: Any, arguments: tuple) -> jax
 
     Raises UnsupportedError where the compiler's packages are missing.
     """
-    devices = _devices(chip, count)
+    there = devices(chip, count)
     with jax.sharding.use_abstract_mesh(abstract_mesh(chip)):  # where Pallas, since JAX 0.11, looks for the device
         lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
-    lowered._lowering.compile_args["backend"] = devices[0].client  # no public way: the CPU's client would be taken
+    lowered._lowering.compile_args["backend"] = there[0].client  # no public way: the CPU's client would be taken
     with quiet():  # that sorts are not tuned without a device, and the like; faults are exceptions
-        return lowered.compile(device_assignment=tuple(devices), compiler_options=OPTIONS)
+        return lowered.compile(device_assignment=tuple(there), compiler_options=OPTIONS)
+
+
+def compile_alone(f: Callable, *arguments: jax.ShapeDtypeStruct, chip: Chip = TARGET) -> jax.stages.Compiled:
+    """`f` for one chip, for arguments of these shapes. Raises UnsupportedError where the compiler's packages are missing."""
+    placed = NamedSharding(abstract_mesh(chip), PartitionSpec(), memory_kind="device")
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed) for x in arguments]
+    return executable_for(chip, 1, jax.jit(f), tuple(shapes))
 
 
 def compile_for(chip: Chip, count: int, jitted: Any, arguments: tuple) -> Compiled:
@@ -76,7 +87,8 @@ def compile_for(chip: Chip, count: int, jitted: Any, arguments: tuple) -> Compil
         m.host_temp_size_in_bytes, time.perf_counter() - begun)
 
 
-def _devices(chip: Chip, count: int) -> list:
+def devices(chip: Chip, count: int) -> list[jax.Device]:
+    """So many chips that nobody has, node by node. Raises UnsupportedError where the compiler's packages are missing."""
     require_compiler()
     within = min(count, chip.node)
     with quiet():

@@ -42,7 +42,7 @@ def test_a_sweep_with_its_plot(tmp_path, capsys):
 def test_bench_without_a_gpu_plans(tmp_path, monkeypatch):
     out = tmp_path / "rows.json"
     monkeypatch.setattr(plan, "compile_for", lambda *args: Compiled(10, 5, 3, 7, 0, 0, 0.5))
-    assert run("bench-step", *TINY, "--layers", "4", "--positions", "256", "--json", str(out)) == 0
+    assert run("bench", "step", *TINY, "--layers", "4", "--positions", "256", "--json", str(out)) == 0
     table = json.loads(out.read_text())
     assert [row["stage"] for row in table] == ["capture", "score", "replay", "update", "step"]
     assert all(row["seconds"] is None and row["compiled_for"] == "NVIDIA H200" and row["planned_bytes"] > 19 for row in table)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 
 def lse_merge_reference(partials: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """partials [N, T, H, D], lse [N, T, H] -> (output [T, H, D], LSE [T, H]), at least float32."""
     dtype = jnp.promote_types(partials.dtype, jnp.float32)
     partials, lse = partials.astype(dtype), lse.astype(dtype)
     top = lse.max(0)
@@ -17,5 +18,6 @@ def lse_merge_reference(partials: jax.Array, lse: jax.Array) -> tuple[jax.Array,
     weight = jnp.exp(lse - top[None])
     total = weight.sum(0)
     some = total > 0
-    out = (partials * weight[..., None]).sum(0) / jnp.where(some, total, 1)[..., None]
+    # a partial without weight may hold anything, NaN too
+    out = (jnp.where(weight[..., None] > 0, partials, 0) * weight[..., None]).sum(0) / jnp.where(some, total, 1)[..., None]
     return out, jnp.where(some, top + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
