@@ -64,7 +64,8 @@ def executable_for(chip: Chip, count: int, jitted: Any, arguments: tuple) -> jax
     Raises UnsupportedError where the compiler's packages are missing.
     """
     there = devices(chip, count)
-    with jax.sharding.use_abstract_mesh(abstract_mesh(chip)):  # where Pallas, since JAX 0.11, looks for the device
+    mesh = jax.tree.leaves(arguments)[0].sharding.mesh
+    with jax.sharding.use_abstract_mesh(mesh):  # where Pallas, since JAX 0.11, looks for the device
         lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
     lowered._lowering.compile_args["backend"] = there[0].client  # no public way: the CPU's client would be taken
     with quiet():  # that sorts are not tuned without a device, and the like; faults are exceptions
