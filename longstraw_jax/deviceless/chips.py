@@ -70,7 +70,7 @@ gpu_device_info {{
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 runtime_version {{ major: 12 minor: 8 patch: 0 }}
-device_description_str: "{self.kind}"
+device_description_str: "{self.pallas_kind}"
 """
 
 

@@ -5,9 +5,9 @@ order the n-th is among the k best so far with probability k / n. So the kernel 
 query's candidates and appends what beats it, packed, to the query's buffer. A program stops where a block's survivors no longer
 fit and remembers where; XLA sorts the buffers into the candidates, and the next round goes on from there with higher
 thresholds. The buffers decide how many rounds there are, never what is selected: a block that does not fit is left whole for
-the next round, and one block always fits an empty buffer. With room for 3 k
-survivors, keys in no particular order take 3 rounds where there are 65,536 of them and 7 where there are two million (simulated,
-k = 2,048, as `Tiling.of` cuts them); keys in rising order of their scores, the worst case, S / (3 k).
+the next round, and one block always fits an empty buffer. With room for 3 k survivors, keys in no particular order take 3
+rounds where there are 65,536 of them and 7 where there are two million (simulated, k = 2,048, as `Tiling.of` cuts them); keys
+in rising order of their scores, the worst case, S / (3 k).
 
 Against a search for the k-th score by counting (radix selection): that scores every key once per digit, has ties to settle by
 position afterwards, and needs a sort in the end all the same. Here each key is scored once, but for the block at which a
