@@ -1,5 +1,6 @@
 """A strict session: eight fake CPU devices, annotations checked at every call, no implicit rank promotion, full products."""
 
+import gc
 import os
 import warnings
 
@@ -18,7 +19,12 @@ jaxtyping.install_import_hook("longstraw_jax", "beartype.beartype(conf=beartype.
 with warnings.catch_warnings():
     # beartype's advice about typing.Hashable, of which Flax makes the keys of nnx.State
     warnings.simplefilter("ignore", BeartypeDecorHintPep585DeprecationWarning)
+    from longstraw_jax.capture import capture_program
+    from longstraw_jax.conventional.autodiff import _loss_and_gradient
+    from longstraw_jax.members import _members_program
     from longstraw_jax.sharding import fake_cpu_devices, make_mesh
+    from longstraw_jax.sweep import sweep_program
+    from longstraw_jax.update import update_program
 
 fake_cpu_devices(8)
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -28,6 +34,17 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def pytest_configure(config):
     # the same advice, for modules that tests import
     config.addinivalue_line("filterwarnings", "ignore::beartype.roar.BeartypeDecorHintPep585DeprecationWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """After each file its programs go. Their machine code lies in memory maps of its own, a process may have 65,530 of them, and XLA
+    ends the process where it gets no more."""
+    yield
+    for programs in (capture_program, _members_program, sweep_program, update_program, _loss_and_gradient):
+        programs.cache_clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from longstraw_jax.models.layers.expected import guess_in
 from longstraw_jax.planner.equations import NOTHING, equation_cost
 from longstraw_jax.planner.equations import Cost as Cost
-from longstraw_jax.planner.slices import Loop, Mask, Slices, called, holds_others, opened
+from longstraw_jax.planner.slices import Loop, Mask, Slices, branches, called, holds_others, opened
 
 Value = np.ndarray | float | None
 """Known, expected, unknown."""
@@ -113,10 +113,12 @@ class _Counter:
 
     def _branch(self, eqn, args, live, wanted):
         """The branch that is taken; where that is not known, the costliest."""
-        branches, (which, *rest) = eqn.params["branches"], args
+        possible, (which, *rest) = branches(eqn), args
+        if len(possible) == 1:
+            return self.run(possible[0], rest, live, wanted)
         if isinstance(which, np.ndarray):
-            return self.run(branches[np.clip(int(which), 0, len(branches) - 1)], rest, live, wanted)
-        costs = [self.run(branch, rest, live, wanted)[0] for branch in branches]
+            return self.run(possible[np.clip(int(which), 0, len(possible) - 1)], rest, live, wanted)
+        costs = [self.run(branch, rest, live, wanted)[0] for branch in possible]
         return max(costs, key=lambda c: (c.flops, c.memory_bytes, c.communication_bytes)), [None] * len(eqn.outvars)
 
     def _loop(self, eqn, loop: Loop, args, live, wanted):

@@ -31,6 +31,11 @@ def called(eqn: JaxprEqn) -> Jaxpr | ClosedJaxpr | None:
     return eqn.params[_CALLS[name]] if name in _CALLS else None
 
 
+def branches(eqn: JaxprEqn) -> Sequence[ClosedJaxpr]:
+    """What a `cond` may run. Where platforms decide: what all but those with a kernel do, whose inside would count as nothing."""
+    return eqn.params["branches"][-1:] if eqn.params.get("branches_platforms") else eqn.params["branches"]
+
+
 def holds_others(eqn: JaxprEqn) -> bool:
     """Whether an equation runs equations of its own."""
     return eqn.primitive.name in (*_CALLS, "cond", "scan", "while")
@@ -116,8 +121,8 @@ class Slices:
         if (loop := Loop.of(eqn)) is not None:
             return self.loop(loop, outs, decisive)[0]
         if eqn.primitive.name == "cond":
-            parts = [self.of(branch, outs, decisive).ins for branch in eqn.params["branches"]]
-            return (True, *map(any, zip(*parts, strict=True)))
+            parts = [self.of(branch, outs, decisive).ins for branch in branches(eqn)]
+            return (len(parts) > 1, *map(any, zip(*parts, strict=True)))
         if decisive and guess_in(eqn) is not None:
             return (False,)  # what it stands for is not asked
         return (any(outs),) * len(eqn.invars)

@@ -41,6 +41,10 @@ def test_four_and_a_half_million_positions_with_adapters():
     assert plan.fits and plan.stages["replay"].cost.flops > 0 and not plan.host_bytes()
 
 
+def test_sixteen_million_positions_fit():
+    assert replay(16_777_216, 8).fits
+
+
 def test_committed_figures_are_within_the_aims():
     aims = {"qwen 2M, G=2": 26e9, "qwen 2M, G=8": 26e9, "qwen 4.46M": 46e9, "qwen full 2M": 62e9, "glm 2M": 60e9, "glm full 2M": 72e9}
     positions = {"qwen largest": 16_777_216, "qwen full largest": 5_500_000, "one H200, device": 1_800_000,

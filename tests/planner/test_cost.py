@@ -345,6 +345,15 @@ def test_capture_is_the_models_arithmetic():
         assert 4 * stages.capture((2048 - 512) // 2).flops * math.prod(mesh) == pytest.approx(sum(chunks), rel=0.01)
 
 
+def test_of_a_kernel_what_every_platform_would_do():
+    """The GPU's branch holds what cannot be counted, so it is not looked into, however costly it seems."""
+
+    def f(x):
+        return lax.platform_dependent(x, cuda=lambda x: x @ x @ x, default=lambda x: x @ x)
+
+    assert count(jax.jit(f).trace(jnp.ones((4, 4))).jaxpr).flops == 2 * 4**3
+
+
 def test_the_published_size():
     """Qwen3.6-27B, 2,088,960 positions on 8 devices: nothing but tracing."""
     sizes, tokens = BlockSizes(chunk=32_768, block=8_192), 2_088_960
