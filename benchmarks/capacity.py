@@ -17,7 +17,7 @@ from pathlib import Path
 RESULTS = Path(__file__).with_name("results") / "capacity.json"
 
 QWEN = "--model qwen3.6-27b --device h20 --mesh context=8 --response 8192"
-GLM = "--model glm5.2 --device h20 --mesh context=1,expert=32 --response 1024 --weights bf16 --rank 8 --chunk 131072"
+GLM = "--model glm5.2 --device h20 --mesh context=1,expert=32 --response 1024 --weights bf16 --rank 8"
 CASES = {
     "qwen 2M, G=2": f"{QWEN} --positions 2097152 --group 2",
     "qwen 2M, G=8": f"{QWEN} --positions 2097152 --group 8",
@@ -27,9 +27,9 @@ CASES = {
     "qwen full largest": f"{QWEN} --positions 5500000 --gradient full --entry-states host --largest",
     "one H200, device": "--device h200 --mesh context=1 --positions 1800000",
     "one H200, host": "--device h200 --mesh context=1 --positions 4456448 --memory host",
-    "glm 2M": f"{GLM} --positions 2098176",
-    "glm largest": f"{GLM} --positions 28000000 --largest",
-    "glm full 2M": f"{GLM} --positions 2098176 --gradient full",
+    "glm 2M": f"{GLM} --positions 2098176 --chunk 131072",
+    "glm largest": f"{GLM} --positions 28000000 --chunk 131072 --largest",
+    "glm full 2M": f"{GLM} --positions 2098176 --chunk 16384 --gradient full",
 }
 
 

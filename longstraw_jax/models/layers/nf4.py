@@ -50,10 +50,11 @@ def quantise(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def quantise_scales(weight: np.ndarray) -> np.ndarray:
     """The scales alone, [.., blocks] in bfloat16."""
-    largest = np.abs(_blocks(weight)).max(-1)
-    if not np.isfinite(largest).all():
-        raise InputError("not all of its weights are finite; NF4 wants finite weights")
-    return largest.astype(ml_dtypes.bfloat16)
+    with np.errstate(over="ignore"):
+        scales = np.abs(_blocks(weight)).max(-1).astype(ml_dtypes.bfloat16)
+    if not np.isfinite(scales.astype(np.float32)).all():
+        raise InputError("not all of its weights are finite in bfloat16; NF4 wants finite weights")
+    return scales
 
 
 def _blocks(weight: np.ndarray) -> np.ndarray:

@@ -64,7 +64,7 @@ def test_zero_blocks_and_ends():
     np.testing.assert_array_equal(dequantise(jnp.asarray(codes), jnp.asarray(scales), 130, jnp.float32), weight)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3.4e38])
 def test_weights_that_are_not_finite(bad):
     weight = np.ones((2, 70), np.float32)
     weight[1, 69] = bad
