@@ -29,8 +29,10 @@ def _rotate(a, b, rest, positions, theta: float):
     tokens a more exact angle would be another model than the one that sampled the responses.
     """
     wide, pairs = statistics_dtype(a.dtype), a.shape[-1]
-    # on the host, step by step as PyTorch: XLA's power is off in the last digit, at two million tokens up to 0.06 radians
-    frequencies = 1 / theta ** (np.arange(0, 2 * pairs, 2, dtype=wide) / (2 * pairs))
+    # on the host, step by step as PyTorch. Powers are rounded from float64: XLA's, and NumPy's on some processors, are off in the
+    # last digit, at two million tokens up to 0.06 radians
+    powers = theta ** (np.arange(0, 2 * pairs, 2, dtype=wide) / (2 * pairs)).astype(np.float64)
+    frequencies = 1 / powers.astype(wide)
     angles = positions.astype(wide)[:, None] * frequencies[None]
     cos, sin = jnp.cos(angles).astype(a.dtype)[:, None], jnp.sin(angles).astype(a.dtype)[:, None]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
