@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 from jax.sharding import Mesh
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from longstraw_jax.backend import shown_devices
 from longstraw_jax.cli.display import note
-from longstraw_jax.cli.options import Blocks, Gradient, open_mesh, output_file
+from longstraw_jax.cli.options import Blocks, Gradient, Held, open_mesh, output_file
 from longstraw_jax.config import LoraConfig
 from longstraw_jax.deviceless import CHIPS, Chip, named_chip
 from longstraw_jax.models.checkpoint import write_json
@@ -42,10 +42,9 @@ class BenchStep:
     """Of the prompt and one response together."""
     response: int = 2_048
     group: int = 2
-    weights: Literal["nf4", "bf16"] = "nf4"
-    memory: Literal["device", "host"] = "device"
     json: Path | None = None
     """Writes the rows here."""
+    held: Annotated[Held, tyro.conf.arg(name="")] = field(default_factory=Held)
     through: Annotated[Gradient, tyro.conf.arg(name="")] = field(default_factory=Gradient)
     blocks: Annotated[Blocks, tyro.conf.arg(name="")] = field(default_factory=Blocks)
 
@@ -53,7 +52,7 @@ class BenchStep:
         output_file(self.json)
         workload = Workload(
             named_spec(self.model).first_layers(self.layers), self.positions, self.response, self.group, self.through.config(),
-            LoraConfig(), self.blocks.sizes(), weights="nf4" if self.weights == "nf4" else "plain", memory=self.memory)
+            LoraConfig(), self.blocks.sizes(), **self.held.options())
         kind, gpu = shown_devices()[0].device_kind, shown_devices()[0].platform == "gpu"
         mesh: Mesh | None = open_mesh(self.mesh) if gpu else None
         if mesh is None:

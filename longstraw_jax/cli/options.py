@@ -55,6 +55,20 @@ class Gradient:
         return GradientConfig(self.gradient, self.prompt_gradient_window, self.gradient_cosine, self.entry_states)
 
 
+@dataclass(frozen=True)
+class Held:
+    """How a planned step holds what is large."""
+
+    weights: Literal["nf4", "bf16"] = "nf4"
+    """Of the frozen base weights."""
+    memory: Literal["device", "host"] = "device"
+    """Where the prompt's pages lie."""
+
+    def options(self) -> dict[str, str]:
+        """As a `Workload` takes them."""
+        return dict(weights="plain" if self.weights == "bf16" else self.weights, memory=self.memory)
+
+
 def open_mesh(text: str) -> Mesh:
     """The mesh that `--mesh` names; of fake CPU devices where the machine has no accelerator."""
     degrees = parse_mesh(text)

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from longstraw_jax.cli.display import note
-from longstraw_jax.cli.options import Blocks, Gradient, output_file
+from longstraw_jax.cli.options import Blocks, Gradient, Held, output_file
 from longstraw_jax.config import LoraConfig, OptimizerConfig
-from longstraw_jax.deviceless import Chip, named_chip, require_compiler
+from longstraw_jax.deviceless import named_chip, require_compiler
 from longstraw_jax.errors import InputError
 from longstraw_jax.models.checkpoint import read_config, write_json
 from longstraw_jax.models.registry import Spec, named_spec, spec_of_config
@@ -53,10 +53,6 @@ class PlanCommand:
     response: int = 8_192
     """Tokens of a response."""
     group: int = 8
-    weights: Literal["nf4", "bf16"] = "nf4"
-    """Of the frozen base weights."""
-    memory: Literal["device", "host"] = "device"
-    """Where the prompt's pages lie."""
     rank: int = 16
     targets: str = ""
     """Linear layers that have an adapter, as q_proj,down_proj; empty: all of them."""
@@ -73,6 +69,7 @@ class PlanCommand:
     """Writes the plan, or the list of plans of a sweep, here."""
     plot: Path | None = None
     """Draws bytes per device against positions here (with --sweep positions=..)."""
+    held: Annotated[Held, tyro.conf.arg(name="")] = field(default_factory=Held)
     through: Annotated[Gradient, tyro.conf.arg(name="")] = field(default_factory=Gradient)
     blocks: Annotated[Blocks, tyro.conf.arg(name="")] = field(default_factory=Blocks)
 
@@ -88,7 +85,7 @@ class PlanCommand:
         cases = list(self._cases())
         require_compiler()
         if self.largest:
-            shown = [cases[0]._largest()]
+            shown = [largest(self._plan, self.positions)]
         else:
             shown = [case._plan() for case in cases]
         plans = [plan.as_dict() for plan in shown]
@@ -103,20 +100,18 @@ class PlanCommand:
             _show(shown[0])
         return 0
 
-    @property
-    def _mesh(self) -> dict[str, int]:
-        return parse_mesh(self.mesh)
-
-    @property
-    def _chip(self) -> Chip:
-        return named_chip(self.device, self.memory_gb)
-
     def _cases(self) -> Iterator[PlanCommand]:
         """This command once for every value of `--sweep`; each is checked before the first is compiled."""
         for name, value in self._swept():
             case = replace(self, sweep=None, **{name: value}) if name else self
-            case._workload(case.positions), case._mesh, case._chip
+            case._check()
             yield case
+
+    def _check(self) -> None:
+        """Raises for what cannot be planned, before anything is compiled."""
+        self._workload(self.positions)
+        parse_mesh(self.mesh)
+        named_chip(self.device, self.memory_gb)
 
     def _swept(self) -> list[tuple[str | None, object]]:
         if not self.sweep:
@@ -138,17 +133,14 @@ class PlanCommand:
         lora = LoraConfig(self.rank, targets=tuple(filter(None, self.targets.split(","))))
         return Workload(
             self._spec(), positions, self.response, self.group, self.through.config(), lora, self.blocks.sizes(),
-            OptimizerConfig(self.optimizer), weights="nf4" if self.weights == "nf4" else "plain", memory=self.memory)
+            OptimizerConfig(self.optimizer), **self.held.options())
 
     def _plan(self, positions: int | None = None, only: str | None = None) -> Plan:
         positions = self.positions if positions is None else positions
         return make_plan(
-            self.model, self._workload(positions), self._chip, self._mesh, only=only,
+            self.model, self._workload(positions), named_chip(self.device, self.memory_gb), parse_mesh(self.mesh), only=only,
             reserve=self.reserve_gb * 1e9, efficiency=Efficiency(self.compute_efficiency),
             note=lambda text: note(f"{positions:,} positions: {text}"))
-
-    def _largest(self) -> Plan:
-        return largest(self._plan, self.positions)
 
 
 def _show(plan: Plan) -> None:

@@ -41,7 +41,6 @@ class Compiled:
     aliased: int
     """Outputs that take the place of donated arguments."""
     temporaries: int
-    host_arguments: int
     host_temporaries: int
     seconds: float
     """Spent compiling."""
@@ -84,8 +83,8 @@ def compile_for(chip: Chip, count: int, jitted: Any, arguments: tuple) -> Compil
     begun = time.perf_counter()
     m = executable_for(chip, count, jitted, arguments).memory_analysis()
     return Compiled(
-        m.argument_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes, m.temp_size_in_bytes, m.host_argument_size_in_bytes,
-        m.host_temp_size_in_bytes, time.perf_counter() - begun)
+        m.argument_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes, m.temp_size_in_bytes, m.host_temp_size_in_bytes,
+        time.perf_counter() - begun)
 
 
 def devices(chip: Chip, count: int) -> list[jax.Device]:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from longstraw_jax.capture import capture_pages, capture_program, chunk_tokens
 from longstraw_jax.config import BlockSizes, GradientConfig, LoraConfig, OptimizerConfig
-from longstraw_jax.errors import InputError
+from longstraw_jax.errors import InputError, UnsupportedError
 from longstraw_jax.members import Members, bucket, members_program
 from longstraw_jax.models import parameters
 from longstraw_jax.models.base import Model, Tree
@@ -49,6 +49,9 @@ class Workload:
         for name, least in (("response", 1), ("group", 1)):
             if getattr(self, name) < least:
                 raise InputError(f"{name} is {getattr(self, name)}; wanted at least {least}")
+        if self.gradient.measure_cosine:
+            raise UnsupportedError("measuring the gradient's cosine holds a second cotangent, which is not planned for; wanted a plan "
+                                   "without it")
         if self.prompt < 2:
             raise InputError(f"{self.positions} positions with a response of {self.response} leave a prompt of {self.prompt}; "
                              "wanted at least 2 tokens")
@@ -76,7 +79,6 @@ class Stage:
     """Parts of the step that are among the arguments."""
     beside: Sequence[str]
     """Parts that lie on the device or the host meanwhile without being arguments."""
-
 
     def known(self) -> list:
         """The values of all arrays among the arguments, one after the other."""

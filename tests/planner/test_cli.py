@@ -41,7 +41,7 @@ def test_a_sweep_with_its_plot(tmp_path, capsys):
 
 def test_bench_without_a_gpu_plans(tmp_path, monkeypatch):
     out = tmp_path / "rows.json"
-    monkeypatch.setattr(plan, "compile_for", lambda *args: Compiled(10, 5, 3, 7, 0, 0, 0.5))
+    monkeypatch.setattr(plan, "compile_for", lambda *args: Compiled(10, 5, 3, 7, 0, 0.5))
     assert run("bench", "step", *TINY, "--layers", "4", "--positions", "256", "--json", str(out)) == 0
     table = json.loads(out.read_text())
     assert [row["stage"] for row in table] == ["capture", "score", "replay", "update", "step"]
@@ -58,6 +58,7 @@ def test_bench_without_a_gpu_plans(tmp_path, monkeypatch):
     (["--model", "qwen9"], "model 'qwen9' is neither a directory nor a known name"),
     (["--mesh", "rows=3"], "'rows=3' is no AXIS=N"),
     (["--compute-efficiency", "2"], "wanted a share of 1"),
+    (["--gradient", "full", "--gradient-cosine"], "holds a second cotangent"),
     (["--positions", "8192"], "leave a prompt of 0"),
 ])
 def test_mistakes_get_one_line(arguments, says, capsys):
