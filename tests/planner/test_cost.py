@@ -2,30 +2,27 @@
 
 import functools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from longstraw_jax.capture import capture_program, chunk_tokens
-from longstraw_jax.config import BlockSizes, LoraConfig
-from longstraw_jax.members import Members, bucket, members_program
-from longstraw_jax.models import parameters
+from longstraw_jax.config import BlockSizes, GradientConfig, LoraConfig
 from longstraw_jax.models.layers.expected import expected, expected_blocks
-from longstraw_jax.models.registry import make_model, named_spec
+from longstraw_jax.models.registry import named_spec
 from longstraw_jax.planner.cost import Cost, count
-from longstraw_jax.state import abstract_cotangent, abstract_state, page_count
-from longstraw_jax.sweep import sweep_program
+from longstraw_jax.planner.stages import Stage, Step, Workload
 
 X = jax.ShapeDtypeStruct((3, 3), jnp.float32)
 ONE = 2 * 3 * 3 * 3
 """Flops of a product of two X."""
 I32 = jax.ShapeDtypeStruct((), jnp.int32)
-REPLICATED = P()
 
 
 def counted(f, *args, known=None, **options) -> Cost:
@@ -246,63 +243,38 @@ def test_expected_blocks(rows, size):
 TINY = BlockSizes(page=4, chunk=64, block=32, queries=4, keys=16, logits=4, recurrence=8)
 
 
+@dataclass(frozen=True)
 class Stages:
-    """The stages' programs of a named model on a mesh that has no devices, for a prompt of so many tokens."""
+    """Costs of a named model's stages on a mesh that has no devices, for so many captured tokens."""
 
-    def __init__(self, name: str, mesh: tuple[int, int], tokens: int, sizes: BlockSizes, lora: LoraConfig | None):
-        self.tokens, self.mesh = tokens, AbstractMesh(mesh, ("context", "expert"), axis_types=(AxisType.Auto,) * 2)
-        self.model = make_model(named_spec(name), self.mesh, dtype="bfloat16", lora=lora, sizes=sizes)
-        self.trainable, self.frozen = (parameters.abstract_arrays(tree, self.mesh) for tree in self.model.abstract_parameters())
-        self.state = abstract_state(self.model, self.mesh, page_count(self.model, tokens))
-        self.chunk, self.jaxprs = chunk_tokens(self.model, tokens), {}
+    name: str
+    mesh: tuple[int, int]
+    tokens: int
+    sizes: BlockSizes
+    lora: LoraConfig | None
 
-    def placed(self, shape, dtype, spec=REPLICATED):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
+    def step(self, lengths: Sequence[int] = (1,)) -> Step:
+        mesh = AbstractMesh(self.mesh, ("context", "expert"), axis_types=(AxisType.Auto,) * 2)
+        response = max(lengths)
+        workload = Workload(named_spec(self.name), self.tokens + 1 + response, response, len(lengths), GradientConfig("full"), self.lora,
+                            self.sizes)
+        return Step(workload, mesh)
 
-    def on_device(self, tree):
-        return jax.tree.map(lambda x: self.placed(x.shape, x.dtype, x.sharding.spec), tree)
+    def capture(self, start: int) -> Cost:
+        return counted_stage(self.step().capture(), {5: start})
 
-    def counted(self, program, *args):
-        """`args` are shapes; where a `(shape, number)` pair stands, the number is known."""
-        pairs = [x if isinstance(x, tuple) else (x, None) for x in jax.tree.leaves(args, is_leaf=known)]
-        shapes = jax.tree.map(lambda x: x[0] if known(x) else x, args, is_leaf=known)
-        return count(self.traced(program, self.on_device(shapes)), [x for _, x in pairs])
+    def sweep(self, start: int) -> Cost:
+        return counted_stage(self.step().sweep(), {7: start})
 
-    def traced(self, program, args):
-        key = program, *(x.shape for x in jax.tree.leaves(args))
-        if key not in self.jaxprs:
-            self.jaxprs[key] = program.jitted.trace(*args).jaxpr
-        return self.jaxprs[key]
-
-    def number(self, value):
-        return self.placed((), jnp.int32), np.asarray(value)
-
-    def capture(self, start):
-        ids = self.placed((self.chunk,), jnp.int32, self.model.owners.spec)
-        return self.counted(capture_program(self.model, self.mesh), self.trainable, self.frozen, *self.state, ids, self.number(start),
-                            self.number(self.chunk))
-
-    def sweep(self, start):
-        ids = self.placed((self.chunk,), jnp.int32, self.model.owners.spec)
-        cotangent = abstract_cotangent(self.model, self.on_device(self.state))
-        return self.counted(sweep_program(self.model, self.mesh), self.trainable, self.frozen, self.trainable, cotangent, *self.state, ids,
-                            self.number(start), self.number(self.chunk), self.number(0))
-
-    def members(self, lengths, backward=1, to_prompt=False):
-        group = len(lengths)
-        tokens = (group, *bucket(self.model, max(lengths)))
-        spec, each = P(None, None, self.model.owners.axes), self.placed((group,), jnp.float32)
-        wide = self.placed(tokens, jnp.float32, spec)
-        members = Members(*[self.placed(tokens, jnp.int32, spec)] * 2, self.placed(tokens, bool, spec), wide, wide,
-                          (self.placed((group,), jnp.int32), np.asarray(lengths)), each, each, self.placed((group,), bool))
-        settings = dict.fromkeys(("clip_low", "clip_high", "kl_beta", "temperature"), self.placed((), jnp.float32))
-        boundary = abstract_cotangent(self.model, self.on_device(self.state)) if to_prompt else ()
-        return self.counted(members_program(self.model, self.mesh, to_prompt), self.trainable, self.frozen, self.trainable, boundary,
-                            *self.state, self.number(self.tokens), members, settings, self.number(backward))
+    def members(self, lengths: Sequence[int], backward: int = 1, to_prompt: bool = False) -> Cost:
+        stage = self.step(lengths).members("replay", backward, to_prompt)
+        return counted_stage(stage, {7: replace(stage.values[7], length=np.array(lengths, np.int32))})
 
 
-def known(x) -> bool:
-    return isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], np.ndarray)
+def counted_stage(stage: Stage, values: dict) -> Cost:
+    """With other values of some arguments, by their number."""
+    stage = replace(stage, values=tuple(values.get(i, x) for i, x in enumerate(stage.values)))
+    return count(stage.jitted.trace(*stage.arguments).jaxpr, stage.known())
 
 
 @pytest.mark.parametrize("name", ["qwen3.6-tiny", "glm5.2-tiny"])
@@ -360,10 +332,10 @@ def test_the_published_size():
     stages = Stages("qwen3.6-27b", (8, 1), tokens, sizes, LoraConfig(rank=16))
     linear, attention = forward_flops(named_spec("qwen3.6-27b"), tokens, 64)
     assert linear == pytest.approx(1.02e17, rel=0.01) and attention == pytest.approx(8.58e17, rel=0.01)
-    chunks = tokens / stages.chunk
-    assert 8 * chunks * stages.capture((tokens - stages.chunk) // 2).flops == pytest.approx(linear + attention, rel=0.01)
+    chunk = stages.step().chunk
+    assert 8 * tokens / chunk * stages.capture((tokens - chunk) // 2).flops == pytest.approx(linear + attention, rel=0.01)
     # one member: up, and down what its transposes need and its inputs' cotangents; of scores' and values' products three
-    spec, response = stages.model.spec, 8_192
+    spec, response = named_spec("qwen3.6-27b"), 8_192
     linear, attention = linear * response / tokens, 4 * 16 * spec.num_attention_heads * spec.head_dim * response * (tokens + response / 2)
     head = 2 * response * spec.hidden_size * spec.vocab_size
     assert 8 * stages.members([response]).flops == pytest.approx(3 * (linear + head) + 2.5 * attention, rel=0.01)
