@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from longstraw_jax.kernels_pallas import region
+from longstraw_jax.kernels_pallas import region, traced_for
 from longstraw_jax.sharding import AnyMesh
 
 
@@ -26,7 +26,7 @@ class StageProgram:
     def __init__(self, f: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any, donate: Sequence[int] = (), placed: Any = None):
         def jitted(_region):
             def exact(*args):  # a new one each time: JAX remembers by the function what it traced
-                with jax.default_matmul_precision("highest"):
+                with jax.default_matmul_precision("highest"), traced_for(mesh):
                     return f(*args)
 
             mapped = jax.shard_map(exact, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

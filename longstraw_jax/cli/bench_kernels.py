@@ -48,9 +48,12 @@ def _timed(chosen: list[Subject]) -> list[dict]:
     rows = []
     for subject in chosen:
         note(f"{subject.op} {subject.shape}")
-        rows += timed_rows(subject, rates)
+        for row in timed_rows(subject, rates):
+            rows.append(row)
+            if row["seconds"] is None:
+                note(row["refused"])
     columns = ("us", "MB", "GFLOP", "of copy rate", "of matmul rate", "difference")
-    _show("kernels, one call", columns, rows, lambda r: (
+    _show("kernels, one call", columns, [r for r in rows if r["seconds"]], lambda r: (
         f"{r['seconds'] * 1e6:,.1f}", f"{r['bytes'] / 1e6:,.1f}", f"{r['flops'] / 1e9:,.1f}", f"{r['copy_share']:.0%}",
         f"{r['matmul_share']:.0%}", f"{r['max_difference']:.1g}"))
     return rows

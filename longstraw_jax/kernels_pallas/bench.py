@@ -17,14 +17,15 @@ import numpy as np
 from jax import lax
 
 from longstraw_jax.deviceless import TARGET, compile_alone
-from longstraw_jax.kernels_pallas.dispatch import implementation
+from longstraw_jax.errors import UnsupportedError
+from longstraw_jax.kernels_pallas.dense_attention import dense_attention
+from longstraw_jax.kernels_pallas.dense_attention.shapes import SHAPES as ATTENTIONS
+from longstraw_jax.kernels_pallas.dispatch import Implementation, implementation
 from longstraw_jax.kernels_pallas.dsa_select import Candidates, dsa_select
 from longstraw_jax.kernels_pallas.dsa_select.shapes import SHAPES as SELECTIONS
 from longstraw_jax.kernels_pallas.dsa_select.shapes import SelectShape
 from longstraw_jax.kernels_pallas.lse_merge import lse_merge
 from longstraw_jax.kernels_pallas.lse_merge.shapes import SHAPES as MERGES
-
-IMPLEMENTATIONS = ("pallas", "xla")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,12 @@ class Subject:
     arguments: tuple[jax.ShapeDtypeStruct, ...]
     bytes: int
     flops: int
+    kernel: Implementation = "pallas"
+    """The name of the operator's kernel."""
+
+    @property
+    def implementations(self) -> tuple[Implementation, ...]:
+        return self.kernel, "xla"
 
     def named(self, name: str) -> Callable:
         """`f` with an implementation; a new function, since JAX remembers by the function what it traced."""
@@ -73,13 +80,21 @@ def subjects() -> list[Subject]:
         found.append(Subject("lse_merge", name, lse_merge, shape.abstract(), shape.bytes, shape.flops))
         found.append(Subject("lse_merge_and_pull", name, _merge_and_pull, shape.abstract() + shape.cotangents(),
                              shape.bytes + shape.pull_bytes, shape.flops + shape.pull_flops))
-    return found + [Subject("dsa_select", name, _selection(shape), shape.abstract(), shape.bytes, shape.flops)
-                    for name, shape in SELECTIONS.items()]
+    for name, shape in SELECTIONS.items():
+        found.append(Subject("dsa_select", name, _selection(shape), shape.abstract(), shape.bytes, shape.flops))
+    for name, shape in ATTENTIONS.items():
+        found.append(Subject("dense_attention", name, dense_attention, shape.abstract(), shape.bytes, shape.flops, kernel="cudnn"))
+    return found
 
 
 def compiled_rows(subject: Subject) -> Iterator[dict]:
-    """A row an implementation: compiled for a GPU that is not there. Raises UnsupportedError where the compiler is missing."""
-    for name in IMPLEMENTATIONS:
+    """A row an implementation: compiled for a GPU that is not there, which cuDNN's would ask for its kernel.
+
+    Raises UnsupportedError where the compiler is missing.
+    """
+    for name in subject.implementations:
+        if name == "cudnn":
+            continue
         begun = time.perf_counter()
         compiled = compile_alone(subject.named(name), *subject.arguments)
         yield subject.row(name, compiled_for=TARGET.kind, compile_seconds=time.perf_counter() - begun,
@@ -87,12 +102,19 @@ def compiled_rows(subject: Subject) -> Iterator[dict]:
 
 
 def timed_rows(subject: Subject, rates: Rates) -> Iterator[dict]:
-    """A row an implementation: timed here. `max_difference` is from XLA's result, of positions the share that differs."""
+    """A row an implementation: timed here. `max_difference` is from XLA's result, of positions the share that differs.
+
+    A kernel that this GPU cannot run has no seconds, and says why as `refused`.
+    """
     arguments = drawn(subject.arguments)
     wanted = jax.jit(subject.named("xla"))(*arguments)
-    for name in IMPLEMENTATIONS:
+    for name in subject.implementations:
         f = subject.named(name)
-        difference = _difference(jax.jit(f)(*arguments), wanted)
+        try:
+            difference = _difference(jax.jit(f)(*arguments), wanted)
+        except UnsupportedError as error:
+            yield subject.row(name, refused=str(error))
+            continue
         seconds = seconds_of(f, arguments)
         yield subject.row(name, seconds=seconds, max_difference=difference, copy_bytes_per_second=rates.copy,
                           matmul_flops_per_second=rates.matmul, copy_share=subject.bytes / seconds / rates.copy,

@@ -37,6 +37,10 @@ class Layout:
         """How many slots of the fullest owner the first `tokens` offsets occupy, rounded up to whole granules."""
         return -(-tokens // (self.granule * self.owners.count)) * self.granule
 
+    def slots_within(self, tokens: ArrayLike) -> ArrayLike:
+        """How many slots of every owner hold nothing but the first `tokens` offsets, rounded down to whole granules."""
+        return tokens // (self.granule * self.owners.count) * self.granule
+
     def to_sequence(self, x: jax.Array) -> jax.Array:
         """[owners, slots, ...], one row an owner -> [owners * slots, ...] in the order of the sequence."""
         n, slots = x.shape[:2]

@@ -1,14 +1,16 @@
 """Causal grouped-query attention of a segment over pages that are spread over the owners; forward and backward written out.
 
 Every owner attends with the queries of all owners to its own rows (online softmax over blocks of rows, statistics in fp32,
-never a [queries, rows] matrix); an exchange brings each token's partials to its owner and `lse_merge` joins them. The
-backward pass forms probabilities from the merged log-normaliser, so no cotangent of the partials' is needed (FlashAttention-2,
-Dao 2023, algorithm 2), and adds the rows' cotangents in place into one buffer: `jax.vjp` would return page-sized copies.
+never a [queries, rows] matrix); rows that all of the queries see go to a GPU library's kernel where there is one. An exchange
+brings each token's partials to its owner and `lse_merge` joins them. The backward pass forms probabilities from the merged
+log-normaliser, so no cotangent of the partials' is needed (FlashAttention-2, Dao 2023, algorithm 2), and adds the rows'
+cotangents in place into one buffer: `jax.vjp` would return page-sized copies.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +18,15 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from longstraw_jax.config import BlockSizes
-from longstraw_jax.kernels_pallas import lse_merge
+from longstraw_jax.kernels_pallas import dense_attention, dense_choice, lse_merge
 from longstraw_jax.models.base import NewRows, Pages, Segment
 from longstraw_jax.models.layers.numerics import statistics_dtype
 from longstraw_jax.models.layers.stacked import read, write
 from longstraw_jax.models.layers.vocabulary import largest_divisor
 from longstraw_jax.sharding import Layout, Owners
+
+_TOGETHER = 16
+"""Blocks that a library's kernel attends to in one call: enough work to start it for, and their copies are small."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,15 @@ class KeyValues:
         """Row blocks that a query at position `last` or before can see."""
         tokens = jnp.clip(jnp.minimum(self.length, last + 1 - self.start), 0)
         return -(-self.layout.slots_covering(tokens) // self.block)
+
+    def joined(self, count: int) -> KeyValues:
+        """The same rows in larger blocks, of up to `count` of these."""
+        return replace(self, block=self.block * largest_divisor(self.k.shape[1] // self.block, count))
+
+    def whole_blocks(self, first: Int[Array, ""]) -> Int[Array, ""]:
+        """Row blocks, from the first on, that a query at position `first` or later sees whole."""
+        tokens = jnp.clip(jnp.minimum(self.length, first + 1 - self.start), 0)
+        return self.layout.slots_within(tokens) // self.block
 
     def keys(self, j: jax.Array) -> jax.Array:
         return self._read(self.k, self._place, j)
@@ -96,7 +110,7 @@ def attend(
     def one(i):
         here = lax.dynamic_slice_in_dim(positions, i * tile, tile, 1).reshape(-1)
         everyone = owners.gather(lax.dynamic_slice_in_dim(q, i * tile, tile))
-        out, lse = _partial(groups.split(everyone), here, sources)
+        out, lse = _partial(everyone, here, sources, groups)
         out = owners.exchange(groups.join(out).reshape(owners.count, tile, *q.shape[1:]))
         lse = owners.exchange(groups.join_rows(lse).reshape(owners.count, tile, q.shape[1]))
         out, lse = lse_merge(out, lse)
@@ -106,28 +120,72 @@ def attend(
     return out.reshape(q.shape), lse.reshape(q.shape[:2])
 
 
-def _partial(q, positions, sources):
-    """Online softmax over this owner's rows: (normalised output [KV, G, Q, D], log-normaliser [KV, G, Q])."""
-    wide = statistics_dtype(q.dtype)
-    carry = (jnp.zeros(q.shape, wide), jnp.full(q.shape[:3], -jnp.inf, wide), jnp.zeros(q.shape[:3], wide))
-    last = positions.max()
+def _partial(everyone, positions, sources, groups):
+    """Of queries [Q, H, D] over this owner's rows: (normalised output [KV, G, Q, D], log-normaliser [KV, G, Q])."""
+    q = groups.split(everyone)
+    online = _Online.none(q)
     for source in sources:
 
-        def block(j, carry, source=source):
-            out, top, total = carry
-            x, _ = source.scores(q, positions, j)
-            higher = jnp.maximum(top, x.max(-1))
-            base = jnp.where(jnp.isfinite(higher), higher, 0)  # a row that has seen no key yet
-            p, shrink = jnp.exp(x - base[..., None]), jnp.exp(top - base)
-            v = source.values(j)
-            out = out * shrink[..., None] + jnp.einsum("kgqs,skd->kgqd", p.astype(v.dtype), v, preferred_element_type=wide)
-            return out, higher, total * shrink + p.sum(-1)
+        def block(j, online, source=source):
+            return online.scored(source.scores(q, positions, j)[0], source.values(j))
 
-        carry = lax.fori_loop(0, source.blocks(last), block, carry)
-    out, top, total = carry
-    some = total > 0
-    total = jnp.where(some, total, 1)
-    return out / total[..., None], jnp.where(some, top + jnp.log(total), -jnp.inf)
+        online, done = _whole_blocks(online, everyone, positions, source, groups)
+        online = lax.fori_loop(done, source.blocks(positions.max()), block, online)
+    return online.normalised()
+
+
+def _whole_blocks(online, everyone, positions, source, groups):
+    """(`online` with the blocks that every query sees whole, how many they are); none of them where XLA attends."""
+    if dense_choice(everyone, groups.kv) == "xla":
+        return online, 0
+    joined = source.joined(_TOGETHER)
+
+    def block(j, online):
+        out, lse = dense_attention(everyone, joined.keys(j), joined.values(j))
+        return online.merged(groups.split(out), groups.split_rows(lse))
+
+    count = joined.whole_blocks(positions.min())
+    return lax.fori_loop(0, count, block, online), count * (joined.block // source.block)
+
+
+class _Online(NamedTuple):
+    """The softmax over the rows so far (Milakov and Gimelshein, 2018): sums of exponentials of the scores less `top`."""
+
+    out: jax.Array
+    """[KV, G, Q, D], not normalised."""
+    top: jax.Array
+    total: jax.Array
+
+    @classmethod
+    def none(cls, q: jax.Array) -> _Online:
+        """Of q [KV, G, Q, D], over no rows."""
+        wide = statistics_dtype(q.dtype)
+        return cls(jnp.zeros(q.shape, wide), jnp.full(q.shape[:3], -jnp.inf, wide), jnp.zeros(q.shape[:3], wide))
+
+    def scored(self, scores: jax.Array, v: jax.Array) -> _Online:
+        """With rows of these scores [KV, G, Q, rows] and values [rows, KV, D]."""
+        higher, base, shrink = self._raised(scores.max(-1))
+        p = jnp.exp(scores - base[..., None])
+        more = jnp.einsum("kgqs,skd->kgqd", p.astype(v.dtype), v, preferred_element_type=self.out.dtype)
+        return _Online(self.out * shrink[..., None] + more, higher, self.total * shrink + p.sum(-1))
+
+    def merged(self, out: jax.Array, lse: jax.Array) -> _Online:
+        """With rows whose normalised output [KV, G, Q, D] and log-normaliser are known."""
+        higher, base, shrink = self._raised(lse)
+        p = jnp.exp(lse - base)
+        return _Online(self.out * shrink[..., None] + out * p[..., None], higher, self.total * shrink + p)
+
+    def normalised(self) -> tuple[jax.Array, jax.Array]:
+        """(output, log-normaliser); 0 and -inf of a query that saw no row."""
+        some = self.total > 0
+        total = jnp.where(some, self.total, 1)
+        return self.out / total[..., None], jnp.where(some, self.top + jnp.log(total), -jnp.inf)
+
+    def _raised(self, top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(the higher maximum, what to take off scores, the factor of the sums so far)."""
+        higher = jnp.maximum(self.top, top)
+        base = jnp.where(jnp.isfinite(higher), higher, 0)  # a row that has seen no key yet
+        return higher, base, jnp.exp(self.top - base)
 
 
 def pull_attend(

@@ -6,6 +6,7 @@ the owners share out evenly. Whatever lies beyond a length, and every other laye
 
 import functools
 from dataclasses import dataclass
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from longstraw_jax.config import BlockSizes
+from longstraw_jax.kernels_pallas import implementation
 from longstraw_jax.models.base import Pages, Segment
+from longstraw_jax.models.layers import paged_attention
 from longstraw_jax.models.layers.paged_attention import KeyValues, attend, pull_attend
 from longstraw_jax.sharding import Layout, Owners, make_mesh
 
@@ -35,6 +38,8 @@ class Case:
     queries: int
     keys: int
     prefix: str = "differentiated"
+    together: int = 0
+    """Blocks that a library's kernel, its formula here, attends to at a time where all queries see them whole; 0: XLA attends."""
 
     @property
     def layouts(self):
@@ -58,6 +63,8 @@ CASES = [
     Case(2, queries=2, keys=3),
     Case(2, queries=6, keys=6, prefix="fixed"),
     Case(8, queries=3, keys=12),
+    Case(1, queries=6, keys=2, together=3),
+    Case(2, queries=3, keys=3, together=2),
 ]
 
 
@@ -96,7 +103,8 @@ def program(case):
         segment = Segment(jnp.zeros(GRANULE, int), start, length, block_layout)
         pages = [own_pages] if case.prefix == "none" else [prefix_pages, own_pages]
         sources = [KeyValues.of(p, jnp.int32(LAYER), block_layout.owners, case.keys) for p in pages]
-        out, lse = attend(q, segment, sources, sizes)
+        with implementation("cudnn" if case.together else "xla"), mock.patch.object(paged_attention, "_TOGETHER", case.together):
+            out, lse = attend(q, segment, sources, sizes)
         # the buffers hold something already, as in the middle of a walk
         buffers = [tuple(jnp.ones_like(p.rows[n]) for n in NAMES) for p in pages]
         if case.prefix == "fixed":
@@ -204,6 +212,32 @@ def test_blocks_stop_at_the_last_visible_row():
     # rounds of 8 tokens fill one block of 4 rows on each owner
     visited = {99: 0, 100: 1, 107: 1, 108: 2, 115: 2, 116: 3, 10_000: 3}
     assert {last: int(source.blocks(jnp.int32(last))) for last in visited} == visited
+
+
+def test_a_block_is_whole_when_no_query_lacks_a_row_of_it():
+    owners = Owners(("context", "expert"), 2)
+    rows = jnp.zeros((1, 24, KV, D))
+    source = KeyValues(rows, rows, jnp.int32(0), jnp.int32(100), jnp.int32(45), Layout(owners, 4), 4)
+    # rounds of 8 tokens fill one block of 4 rows on each owner; the last of six is not full
+    whole = {99: 0, 106: 0, 107: 1, 114: 1, 115: 2, 10_000: 5}
+    assert {first: int(source.whole_blocks(jnp.int32(first))) for first in whole} == whole
+    assert [source.joined(n).block for n in (1, 2, 4, 5, 6, 16)] == [4, 8, 12, 12, 24, 24]
+    assert [int(source.joined(n).whole_blocks(jnp.int32(10_000))) for n in (2, 3, 16)] == [2, 1, 0]
+
+
+def test_the_library_takes_the_whole_blocks():
+    """Whatever it says of them is believed: of each owner two blocks of the prompt's rows, and one of the branch's own before the
+    segment."""
+    case = CASES[-1]
+    lengths = Lengths(case.room[0], case.block, case.room[1])
+    drawn_rows = drawn(case)
+    out, lse, *_ = run(case, lengths, *drawn_rows)
+    program.cache_clear()
+    with mock.patch.object(paged_attention, "dense_attention", lambda q, k, v: (0 * q, q[..., 0] * 0 + 50)):
+        other, other_lse, *_ = run(case, lengths, *drawn_rows)
+    program.cache_clear()
+    assert np.abs(other).max() < 1e-9 < np.abs(out).min()
+    np.testing.assert_allclose(other_lse, 50 + np.log(case.owners * 3), rtol=1e-12)
 
 
 def test_bfloat16_statistics_are_float32(mesh, per_owner):
