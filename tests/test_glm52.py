@@ -12,6 +12,7 @@ import engine_case as case
 from longstraw_jax.capture import capture, paged_order
 from longstraw_jax.config import BlockSizes, LoraConfig, ObjectiveConfig
 from longstraw_jax.errors import InputError
+from longstraw_jax.kernels_pallas import implementation
 from longstraw_jax.members import members_program, pack
 from longstraw_jax.models import parameters
 from longstraw_jax.models.base import Branch, Pages, Segment
@@ -62,9 +63,19 @@ def test_the_gradient_is_autodiffs_on_every_mesh(mesh, trainable, exchange, conv
     assert case.farthest(p, sweep(p, state, group.prompt_ids, replayed).gradient, wanted) < 1e-9
 
 
-def chosen(mesh_shape: tuple[int, int], exchange: str) -> dict[str, np.ndarray]:
+def test_the_gradient_with_the_kernels_is_autodiffs():
+    """Interpreted, and in float32, which the kernels take."""
+    p, group = policy((2, 2), dtype="float32"), case.group()
+    with implementation("pallas"):
+        ours = case.ours(p, group, gradient="full")
+    loss, wanted = case.conventional(p, group, fixed=0)
+    assert ours.loss == pytest.approx(loss, rel=1e-5)
+    assert case.farthest(p, ours.gradient, wanted) < 1e-4
+
+
+def chosen(mesh_shape: tuple[int, int], exchange: str, dtype: str = "float64") -> dict[str, np.ndarray]:
     """What one `extend` over a whole prompt selects and routes, tokens in their order."""
-    p = policy(mesh_shape, exchange=exchange)
+    p = policy(mesh_shape, dtype=dtype, exchange=exchange)
     owners, tokens = p.model.owners, 96
     layout = Layout(owners, p.model.sizes.page)
 
@@ -89,6 +100,13 @@ def test_the_same_tokens_are_selected_and_routed_on_every_mesh():
     for mesh, exchange in (((1, 8), "fetch"), ((8, 1), "rounds"), ((2, 4), "rounds"), ((4, 2), "fetch")):
         for name, x in chosen(mesh, exchange).items():
             np.testing.assert_array_equal(x, wanted[name], err_msg=f"{name} on {mesh}")
+
+
+def test_the_kernels_select_the_same_tokens():
+    with implementation("pallas"):
+        kernels = chosen((2, 2), "rounds", "float32")
+    for name, x in chosen((1, 1), "rounds", "float32").items():
+        np.testing.assert_array_equal(kernels[name], x, err_msg=name)
 
 
 def test_temporaries_do_not_depend_on_the_group():

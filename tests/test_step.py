@@ -76,12 +76,13 @@ def torch_step(place, adapter, kind="response"):
     return scored, gradient
 
 
-@pytest.mark.parametrize(("mesh", "kind"), [("context=2", "response"), ("context=1", "full")])
-def test_one_sgd_step_is_pytorchs(workplace, tmp_path, mesh, kind):
+# with the kernels (interpreted) everything runs: capture, replay and sweep
+@pytest.mark.parametrize(("mesh", "kind", "implementation"), [("context=1", "response", "auto"), ("context=2", "full", "pallas")])
+def test_one_sgd_step_is_pytorchs(workplace, tmp_path, mesh, kind, implementation):
     out = tmp_path / "out"
     code = run("step", "--model", workplace / "model", "--groups", workplace / "groups.jsonl", "--out", out, "--adapter",
                workplace / "adapter", "--optimizer", "sgd", "--learning-rate", 0.5, "--mesh", mesh, "--gradient", kind,
-               *BLOCKS)
+               "--implementation", implementation, *BLOCKS)
     assert code == 0
     _, gradient = torch_step(workplace, "adapter", kind)
     before, after = read_adapter(workplace / "adapter"), read_adapter(out)

@@ -13,6 +13,7 @@ from longstraw_jax.cli.options import Blocks, Gradient, open_mesh, output_file
 from longstraw_jax.config import LoraConfig, ObjectiveConfig, OptimizerConfig
 from longstraw_jax.errors import InputError
 from longstraw_jax.groups import read_groups
+from longstraw_jax.kernels_pallas import Implementation, implementation
 from longstraw_jax.loading import load_policy, save_adapter
 from longstraw_jax.models.adapters import TEXT_PREFIX, read_adapter
 from longstraw_jax.models.checkpoint import write_json
@@ -69,10 +70,16 @@ class Step:
     """Where the prompt's pages lie; `host`: in pinned memory, a layer at a time on the device."""
     weights: Literal["plain", "nf4"] = "plain"
     """How the frozen matrices of the blocks are held: as `--dtype` says, or quantised to four bits (QLoRA) while they are read."""
+    implementation: Implementation = "auto"
+    """Of the operators that have a GPU kernel: `xla` takes none of them, a kernel's name insists on it."""
     through: Annotated[Gradient, tyro.conf.arg(name="")] = field(default_factory=Gradient)
     blocks: Annotated[Blocks, tyro.conf.arg(name="")] = field(default_factory=Blocks)
 
     def run(self) -> int:
+        with implementation(self.implementation):
+            return self._run()
+
+    def _run(self) -> int:
         output_file(self.json)
         _require_writable(self.out)
         if self.steps < 1:

@@ -14,11 +14,12 @@ from longstraw_jax import deviceless
 from longstraw_jax.config import BlockSizes
 from longstraw_jax.errors import UnsupportedError
 from longstraw_jax.kernels_pallas import implementation
-from longstraw_jax.models.base import Pages
+from longstraw_jax.kernels_pallas.dense_attention import cudnn
+from longstraw_jax.models.base import Pages, Segment
 from longstraw_jax.models.layers.latent_attention import Selected, attend_selected
 from longstraw_jax.models.layers.paged_attention import KeyValues, attend
 from longstraw_jax.models.layers.selection import select
-from longstraw_jax.sharding import make_mesh
+from longstraw_jax.sharding import Layout, Owners, make_mesh
 
 H, D, K = 3, 4, 7
 KV, V = 1, 3
@@ -117,3 +118,45 @@ def test_the_kernels_compile_inside_programs_for_several_gpus(given):
     text = layers(given, make_mesh(*given.mesh, gpus)).compile().as_text()
     assert all(f"/{name}" in text for name in ("dsa_survivors", "lse_merge"))
     assert "all-to-all" in text
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Eight GPUs, as if they were at hand and cuDNN's attention had passed its check on them."""
+    try:
+        found = deviceless.devices(deviceless.TARGET, 8)
+    except UnsupportedError as missing:
+        pytest.skip(str(missing))
+    fused = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(fused, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(fused, "is_cuda_compute_capability_equal", lambda capability: False)
+    monkeypatch.setattr(cudnn, "fault", lambda *heads: None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    return found
+
+
+def test_attention_by_cudnn_compiles_for_gpus_and_needs_no_more_room(gpus):
+    """Of a chunk over a prompt of two million tokens, at the sizes of the 27B model; as this JAX makes the call."""
+    mesh, sizes = make_mesh(8, 1, gpus), BlockSizes()
+    owners = Owners.of(mesh)
+
+    def run(q, rows, start):
+        pages = Pages.of({"k": rows, "v": rows}, jnp.int32(0), start)
+        segment = Segment(jnp.zeros(q.shape[0], jnp.int32), start, jnp.int32(sizes.chunk), Layout(owners, sizes.page))
+        return attend(q, segment, [KeyValues.of(pages, jnp.int32(1), owners, sizes.keys)], sizes)
+
+    tokens, rows, scalar = PartitionSpec(mesh.axis_names), PartitionSpec(None, mesh.axis_names), PartitionSpec()
+    shapes = ((sizes.chunk, 24, 256), tokens), ((2, 2**21 // sizes.page, sizes.page, 4, 256), rows), ((), scalar)
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16 if shape else jnp.int32, sharding=NamedSharding(mesh, spec))
+                 for shape, spec in shapes]
+    calls, temporaries = {}, {}
+    for name in ("auto", "xla"):
+        with implementation(name):
+            mapped = jax.shard_map(functools.partial(run), mesh=mesh, in_specs=(tokens, rows, scalar), out_specs=tokens, check_vma=False)
+            compiled = jax.jit(mapped).lower(*arguments).compile(compiler_options=deviceless.compiler.OPTIONS)
+        calls[name] = [line for line in compiled.as_text().splitlines() if "__cudnn$fmha" in line]
+        temporaries[name] = compiled.memory_analysis().temp_size_in_bytes
+    assert len(calls["auto"]) == 1 and not calls["xla"]
+    assert "bf16[1,24,2048,256]" in calls["auto"][0] and "f32[1,24,2048]" in calls["auto"][0], "the log-normaliser is not rounded"
+    assert temporaries["auto"] < 1.001 * temporaries["xla"]
