@@ -64,12 +64,15 @@ def at_hand() -> str:
     return _AT_HAND.get() or jax.default_backend()
 
 
-def choose(operator: str, asked: str, refusal: str | None, kernel: Implementation = "pallas") -> Implementation:
+def choose(
+    operator: str, asked: str, refusal: str | None, fault: Callable[[], str | None], kernel: Implementation = "pallas"
+) -> Implementation:
     """`xla`, `kernel`, or `auto` where the platform decides between the two.
 
     Args:
-      kernel: the name of the operator's kernel.
       refusal: why the kernel cannot take these inputs; None if it can.
+      fault: what is wrong with the kernel on the GPU at hand; asked only where there is one and the kernel would run.
+      kernel: the name of the operator's kernel.
 
     Raises UnsupportedError if the kernel was asked for by name and refuses, or one that the operator does not have; InputError
     for a name that is none.
@@ -78,6 +81,8 @@ def choose(operator: str, asked: str, refusal: str | None, kernel: Implementatio
         raise UnsupportedError(f"{operator} has no implementation {asked!r}; wanted auto, xla or {kernel}")
     refusal = (MISSING if kernel == "pallas" else None) or refusal
     wanted = region() if asked == "auto" and region() in ("xla", kernel) else asked
+    if wanted != "xla" and not refusal and at_hand() == "gpu":
+        refusal = fault()
     if wanted == kernel and refusal:
         raise UnsupportedError(f"{operator} by its kernel {kernel!r}: {refusal}; or ask for implementation 'xla' or 'auto'")
     return "xla" if refusal else wanted

@@ -1,20 +1,16 @@
-"""Attention without a mask: its formula, when the library's kernel runs it, and the check that the kernel has to pass."""
+"""Attention without a mask: its formula, and when the library's kernel runs it."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from longstraw_jax import deviceless
 from longstraw_jax.errors import UnsupportedError
-from longstraw_jax.kernels_pallas import dense_attention, dense_choice, implementation, lse_merge, traced_for
-from longstraw_jax.kernels_pallas.dense_attention import cudnn
-from longstraw_jax.kernels_pallas.dense_attention.reference import dense_attention_reference
+from longstraw_jax.kernels_pallas import check, dense_attention, dense_choice, implementation, lse_merge, traced_for
 from longstraw_jax.sharding import make_mesh
 
 Q, S, H, KV, D = 5, 7, 6, 2, 8
-HEADS = ("bfloat16", H, KV, D)
 
 
 def rows(dtype, seed=0):
@@ -63,7 +59,7 @@ def gpu(monkeypatch):
 
     def pretend(fault):
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(cudnn, "fault", lambda *heads: fault)
+        monkeypatch.setattr(check, "fault", lambda *sizes: fault)
 
     return pretend
 
@@ -106,72 +102,3 @@ def test_programs_that_are_only_compiled_never_ask_the_library(gpu):
     for mesh in (make_mesh(2), deviceless.abstract_mesh(deviceless.TARGET, 2)):
         with traced_for(mesh):
             assert dense_choice(q, KV) == "xla"
-
-
-def formula(q, k, v):
-    return dense_attention_reference(q, k, v)
-
-
-def two_based(q, k, v):
-    out, lse = formula(q, k, v)
-    return out, lse / np.log(2)
-
-
-def unscaled(q, k, v):
-    return formula(q * q.shape[-1] ** 0.5, k, v)
-
-
-def other_heads(q, k, v):
-    """Query heads dealt to the key-value heads in turn."""
-    return formula(q, jnp.tile(k, (1, H // KV, 1)), jnp.tile(v, (1, H // KV, 1)))
-
-
-def causal(q, k, v):
-    return formula(q, k[: k.shape[0] // 2], v[: v.shape[0] // 2])
-
-
-def rounded(q, k, v):
-    out, lse = formula(q, k, v)
-    return out, lse.astype(q.dtype)
-
-
-def undefined(q, k, v):
-    out, lse = formula(q, k, v)
-    return out * jnp.nan, lse
-
-
-def unsupported(q, k, v):
-    raise NotImplementedError("head dim\nand more")
-
-
-@pytest.mark.parametrize("kernel", [two_based, unscaled, other_heads, causal, rounded, undefined, unsupported])
-def test_the_check_finds(monkeypatch, kernel):
-    monkeypatch.setattr(cudnn, "attention", kernel)
-    wanted = "NotImplementedError: head dim$" if kernel is unsupported else "differs from the plain formula"
-    with pytest.warns(RuntimeWarning, match=f"runs as XLA.*{wanted}"):
-        assert cudnn.fault.__wrapped__(*HEADS)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_check_passes_what_is_right_and_can_be_made_while_a_program_is_traced(monkeypatch, dtype):
-    monkeypatch.setattr(cudnn, "attention", formula)
-    found = []
-
-    def f(x):
-        found.append(cudnn.fault.__wrapped__(dtype, H, KV, D))
-        return x
-
-    jax.jit(jax.shard_map(f, mesh=make_mesh(2), in_specs=PartitionSpec(), out_specs=PartitionSpec())).lower(jnp.ones(2))
-    assert found == [None]
-
-
-def test_the_check_fails_here():
-    """The call is the real one: without a GPU it raises, and that is a reason like any other."""
-    with pytest.warns(RuntimeWarning, match="fails: "):
-        assert cudnn.fault.__wrapped__(*HEADS).startswith("fails: ")
-
-
-def test_among_several_processes_a_failed_check_is_an_error(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(UnsupportedError, match="in process 0.*everywhere"):
-        cudnn.fault.__wrapped__(*HEADS)

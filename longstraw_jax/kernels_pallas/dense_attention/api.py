@@ -8,7 +8,9 @@ import jax
 from jaxtyping import Array, Float
 
 from longstraw_jax.errors import UnsupportedError
+from longstraw_jax.kernels_pallas import check
 from longstraw_jax.kernels_pallas.dense_attention import cudnn
+from longstraw_jax.kernels_pallas.dense_attention.compare import compare
 from longstraw_jax.kernels_pallas.dense_attention.reference import dense_attention_reference
 from longstraw_jax.kernels_pallas.dispatch import Implementation, at_hand, choose
 
@@ -38,8 +40,9 @@ def dense_choice(q: Float[Array, "Q H D"], kv: int, implementation: Implementati
 
     For callers who have a better way for XLA than the reference. Raises as `dense_attention` does.
     """
-    refusal = cudnn.refusal(q, kv) if at_hand() == "gpu" else None
-    chosen = choose("dense_attention", implementation, refusal, kernel="cudnn")
+    refusal = cudnn.refusal(q) if at_hand() == "gpu" else None
+    sizes = q.dtype.name, q.shape[1], kv, q.shape[2]
+    chosen = choose("dense_attention", implementation, refusal, functools.partial(check.fault, "dense_attention", compare, *sizes), "cudnn")
     return ("cudnn" if at_hand() == "gpu" else "xla") if chosen == "auto" else chosen
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from longstraw_jax.kernels_pallas import check
 from longstraw_jax.kernels_pallas.dispatch import Implementation, by_platform, choose
 from longstraw_jax.kernels_pallas.dsa_select import blocked, kernel
 from longstraw_jax.kernels_pallas.dsa_select.candidates import Candidates
+from longstraw_jax.kernels_pallas.dsa_select.compare import compare
 from longstraw_jax.sharding import Stretch
 
 
@@ -33,7 +36,8 @@ def dsa_select(
     """
     q, w, candidates = lax.stop_gradient((q, w, candidates))
     keys = dataclasses.replace(keys, rows=lax.stop_gradient(keys.rows))
-    choice = choose("dsa_select", implementation, kernel.refusal(q, w, keys))
+    sizes = q.dtype.name, q.shape[1], q.shape[2], candidates.scores.shape[1]
+    choice = choose("dsa_select", implementation, kernel.refusal(q, w, keys), functools.partial(check.fault, "dsa_select", compare, *sizes))
 
     def xla(*args):
         return blocked.select(*args[:3], keys, block, args[3])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 from jaxtyping import Array, Float
 
+from longstraw_jax.kernels_pallas import check
 from longstraw_jax.kernels_pallas.dispatch import Implementation, choose
+from longstraw_jax.kernels_pallas.lse_merge.compare import compare
 from longstraw_jax.kernels_pallas.lse_merge.kernel import refusal
 from longstraw_jax.kernels_pallas.lse_merge.reference import lse_merge_reference
 from longstraw_jax.kernels_pallas.lse_merge.vjp import differentiable_merge
@@ -27,5 +31,6 @@ def lse_merge(
 
     Raises UnsupportedError if `pallas` is asked for and cannot take the inputs.
     """
-    choice = choose("lse_merge", implementation, refusal(partials, lse))
+    sizes = partials.shape[0], partials.shape[3], partials.dtype.name, lse.dtype.name
+    choice = choose("lse_merge", implementation, refusal(partials, lse), functools.partial(check.fault, "lse_merge", compare, *sizes))
     return lse_merge_reference(partials, lse) if choice == "xla" else differentiable_merge(choice, partials, lse)

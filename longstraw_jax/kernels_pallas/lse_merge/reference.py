@@ -21,3 +21,8 @@ def lse_merge_reference(partials: jax.Array, lse: jax.Array) -> tuple[jax.Array,
     # a partial without weight may hold anything, NaN too
     out = (jnp.where(weight[..., None] > 0, partials, 0) * weight[..., None]).sum(0) / jnp.where(some, total, 1)[..., None]
     return out, jnp.where(some, top + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
+
+
+def pull_reference(partials, lse, out, merged, out_bar, merged_bar) -> tuple[jax.Array, jax.Array]:
+    """The transpose at partials and lse of cotangents of the output and of the LSE; takes what the kernel's does."""
+    return jax.vjp(lse_merge_reference, partials, lse)[1]((out_bar, merged_bar))

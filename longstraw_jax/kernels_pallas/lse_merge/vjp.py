@@ -8,7 +8,7 @@ import jax
 
 from longstraw_jax.kernels_pallas.dispatch import Implementation, by_platform
 from longstraw_jax.kernels_pallas.lse_merge.kernel import merge, pull_merge
-from longstraw_jax.kernels_pallas.lse_merge.reference import lse_merge_reference
+from longstraw_jax.kernels_pallas.lse_merge.reference import lse_merge_reference, pull_reference
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -26,11 +26,7 @@ def _forward(choice, partials, lse):
 
 
 def _backward(choice, residuals, cotangents):
-    return by_platform(choice, pull_merge, _pull_reference, *residuals, *cotangents)
-
-
-def _pull_reference(partials, lse, out, merged, out_bar, merged_bar):
-    return jax.vjp(lse_merge_reference, partials, lse)[1]((out_bar, merged_bar))
+    return by_platform(choice, pull_merge, pull_reference, *residuals, *cotangents)
 
 
 differentiable_merge.defvjp(_forward, _backward)

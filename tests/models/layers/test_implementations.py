@@ -13,8 +13,7 @@ import stretch_case as case
 from longstraw_jax import deviceless
 from longstraw_jax.config import BlockSizes
 from longstraw_jax.errors import UnsupportedError
-from longstraw_jax.kernels_pallas import implementation
-from longstraw_jax.kernels_pallas.dense_attention import cudnn
+from longstraw_jax.kernels_pallas import check, implementation
 from longstraw_jax.models.base import Pages, Segment
 from longstraw_jax.models.layers.latent_attention import Selected, attend_selected
 from longstraw_jax.models.layers.paged_attention import KeyValues, attend
@@ -122,7 +121,7 @@ def test_the_kernels_compile_inside_programs_for_several_gpus(given):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Eight GPUs, as if they were at hand and cuDNN's attention had passed its check on them."""
+    """Eight GPUs, as if they were at hand and the kernels had passed their checks on them."""
     try:
         found = deviceless.devices(deviceless.TARGET, 8)
     except UnsupportedError as missing:
@@ -131,7 +130,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(fused, "check_compute_capability", lambda capability: True)
     monkeypatch.setattr(fused, "is_cuda_compute_capability_equal", lambda capability: False)
-    monkeypatch.setattr(cudnn, "fault", lambda *heads: None)
+    monkeypatch.setattr(check, "fault", lambda *sizes: None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     return found
 
